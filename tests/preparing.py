@@ -2,18 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import polars as pl
 
 from dphybrid.config import DataConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.store import Progress
-from dphybrid.data.table.kinds import table_config
 from dphybrid.recipes import find_recipe
-
-# Any, because its fields are made from the kinds of columns when the program runs.
-TableDataConfig = cast(Any, table_config())
 
 
 def table_of(folder: Path, content: str | Mapping[str, Sequence[object]], **values: object) -> Prepared:

@@ -1,6 +1,5 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
-import codecs
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -14,26 +13,34 @@ NO_VALUE = (
 )
 """Texts that mean "no value" in every table: those of pandas, and the question mark."""
 
-PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+PACKED = ("", ".gz", ".zst")
 """Endings that packed text files have after their own; the first is that of files that are not packed."""
 COLUMN_FIELDS = ("label", "weight", "split_column")
-"""Fields that name a single column; those that list columns of a kind are in `role_fields`."""
-
-
-def _known_encoding(encoding: str) -> str:
-    try:
-        known = encoding == "auto" or codecs.lookup(encoding)._is_text_encoding
-    except LookupError:
-        known = False
-    if not known:
-        raise ValueError(f"encoding={encoding!r}: is unknown; give a name such as latin-1 or utf-16")
-    return encoding
+"""Fields that name a single column."""
+ROLE_FIELDS = {
+    "numeric": "numeric",
+    "whole": "whole",
+    "times": "time",
+    "categorical": "categorical",
+    "bags": "bag",
+    "ignore": "ignore",
+}
+"""Fields that list columns of a kind, each with the kind's role."""
+_NAMED_SIGNS = {"comma": ",", "blank": " ", "tab": "\t"}
+"""Separators that flags and shells can hardly write."""
 
 
 def _one_sign(quote: str) -> str:
     if quote not in ("auto", "none") and (len(quote) != 1 or quote.isalnum() or quote.isspace()):
         raise ValueError(f"quote={quote!r}: give one sign, none, or auto")
     return quote
+
+
+def _separator(sign: str) -> str:
+    sign = _NAMED_SIGNS.get(sign, sign)
+    if sign != "auto" and (not 1 <= len(sign.encode()) <= 4 or sign.isalnum() or set(sign) & {*'"\n\r'}):
+        raise ValueError(f"delimiter={sign!r}: give a separator of 1 to 4 signs, tab, blank, comma, or auto")
+    return sign
 
 
 class TextFiles(DataConfig):
@@ -43,8 +50,8 @@ class TextFiles(DataConfig):
 
     path: str | None = None
     """Your files."""
-    encoding: Annotated[str, AfterValidator(_known_encoding)] = "auto"
-    """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
+    encoding: Literal["auto", "utf-8", "utf-16", "latin-1"] = "auto"
+    """Encoding of text files; auto: UTF-8, or UTF-16 if a file begins with its mark. Convert others."""
 
 
 class DelimitedFiles(TextFiles):
@@ -52,14 +59,14 @@ class DelimitedFiles(TextFiles):
 
     shared = True
 
-    delimiter: str = "auto"
-    """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
-    the file."""
+    delimiter: Annotated[str, AfterValidator(_separator)] = "auto"
+    """Text between columns, such as ;, tab, blank or ::; auto: inferred from the file."""
     quote: Annotated[str, AfterValidator(_one_sign)] = "auto"
-    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
-    quote, unless the file's lines rule it out."""
+    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: inferred
+    from the file."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Largest share of unreadable rows; with more, preparation stops."""
+    """Largest share of unreadable rows; with more, preparation stops. A column becomes a category if more of
+    its cells than this do not fit the type that the first rows have."""
 
 
 class RowFiles(DelimitedFiles):
@@ -69,36 +76,22 @@ class RowFiles(DelimitedFiles):
 
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto: inferred from the file."""
-    missing: Names = ()
+    missing: Names | None = None
     """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
-    like always do."""
+    like always do, unless this is given as the empty text. Write --data.missing=-1 for a text that begins
+    with a minus."""
     decimal: Literal["auto", ".", ","] = "auto"
-    """Decimal mark of numbers; auto: inferred for each column."""
-    thousands: Literal["auto", "", ",", ".", " ", "'", "_"] = "auto"
-    """Thousands separator, as in 1,206.73. Empty: none; auto: inferred for each column."""
-    dayfirst: bool | None = None
-    """true reads 3/12/2024 as 3 December, false as 12 March. Empty: inferred for each column."""
+    """Decimal mark of numbers; auto: a point, or a comma if the columns are not separated by commas and more
+    columns are numbers then."""
+    dateformat: str = ""
+    """How dates and times are written, such as %d/%m/%Y or %m/%d/%Y %H:%M. Empty: inferred from the file."""
 
     @property
     def no_value(self) -> tuple[str, ...]:
         """All texts that mean "no value", except the empty text."""
-        return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
-
-    @property
-    def reading(self) -> dict[str, str | bool]:
-        """The notations that are set, by their keys in schema.toml; they override the columns' own."""
-        given = self.model_dump(include={"decimal", "thousands", "dayfirst", "separator"})
-        # An empty thousands separator is a value: no separator.
-        return {key: value for key, value in given.items() if value not in ("auto", None)}
-
-    @model_validator(mode="after")
-    def _signs_differ(self) -> Self:
-        # Equal, but not both auto.
-        if self.decimal == self.thousands != "auto":
-            raise ValueError(
-                f"decimal={self.decimal!r} and thousands={self.thousands!r}: give two different signs"
-            )
-        return self
+        if self.missing is None:
+            return NO_VALUE
+        return tuple(dict.fromkeys((*NO_VALUE, *self.missing))) if any(self.missing) else ()
 
 
 READING_FIELDS = tuple(name for name in RowFiles.model_fields if name != "path")
@@ -107,11 +100,7 @@ new files may be written differently."""
 
 
 class TableDataConfig(RowFiles):
-    """Which files to read, which column is the label, and how to read the others.
-
-    `dphybrid.data.table.kinds.table_config` adds a field for each kind of column: the names of the columns to
-    read as that kind.
-    """
+    """Which files to read, which column is the label, and how to read the others."""
 
     used_with: ClassVar[Mapping[str, str]] = {"valid_fraction": "data.valid_path="}
     required: ClassVar[frozenset[str]] = frozenset({"path", "label"})
@@ -130,9 +119,20 @@ class TableDataConfig(RowFiles):
     base: str | None = None
     """Prepared folder of an earlier run to extend: known values keep their ids and numbers their statistics,
     so that training can continue from its model."""
-    separator: str = Field(default="auto", min_length=1)
-    """Text between the items of a cell of data.bags, such as | or ; ([] for ["a", "b"]); auto: inferred for
-    each column."""
+    numeric: Names = ()
+    """Columns to read as numbers, separated by commas; roles of unlisted columns are inferred."""
+    whole: Names = ()
+    """Columns to read as whole numbers that also have an embedding for each value, separated by commas."""
+    times: Names = ()
+    """Columns to read as dates or times, separated by commas: hour, weekday and day become numbers. Also
+    whole numbers of seconds, milliseconds, microseconds or nanoseconds since 1970."""
+    categorical: Names = ()
+    """Columns to read as categories, separated by commas."""
+    bags: Names = ()
+    """Columns with several values in a cell, separated by commas: COLUMN:SEPARATOR, such as genres:| or
+    tags:comma; without a separator: lists, as Parquet and JSON have them, or items between |."""
+    ignore: Names = ()
+    """Columns to leave out, separated by commas; a table may lack them."""
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times than this in the training split count as the unknown value."""
     buckets: int = Field(default=32, ge=0, le=4096)
@@ -152,24 +152,20 @@ class TableDataConfig(RowFiles):
     """Files with test rows, which decide nothing: the best checkpoint is measured on them once, at the
     end."""
 
-    @classmethod
-    def role_fields(cls) -> dict[str, str]:
-        """Return the fields that list columns of a kind, each with the kind's role."""
-        # Read from the fields' extras: config may not import `kinds`, which builds on it.
-        extras = ((name, field.json_schema_extra) for name, field in cls.model_fields.items())
-        return {name: str(extra["role"]) for name, extra in extras if isinstance(extra, dict)}
-
     @property
     def named_columns(self) -> list[tuple[str, str]]:
         """The columns that this section names, as pairs of field and column."""
         given = [(name, getattr(self, name)) for name in COLUMN_FIELDS]
-        listed = [(field, name) for field in self.role_fields() for name in getattr(self, field)]
-        return [(field, name) for field, name in given if name is not None] + listed
+        return [(field, name) for field, name in given if name is not None] + [
+            (field, bag_of(name)[0] if field == "bags" else name)
+            for field in ROLE_FIELDS
+            for name in getattr(self, field)
+        ]
 
     def left_out(self, columns: Sequence[str]) -> Sequence[str]:
         """Return the columns in data.ignore. Unlike other recipes, a table also reads columns that no field
         names: their roles are inferred."""
-        return [name for field, name in self.named_columns if self.role_fields().get(field) == "ignore"]
+        return self.ignore
 
     @model_validator(mode="after")
     def _split_has_its_column(self) -> Self:
@@ -186,3 +182,9 @@ class TableDataConfig(RowFiles):
                 "give one of the two"
             )
         return self
+
+
+def bag_of(given: str) -> tuple[str, str]:
+    """Return the column and the separator that a name in data.bags gives; an empty separator: not given."""
+    name, colon, sign = given.rpartition(":")
+    return (name, _NAMED_SIGNS.get(sign, sign)) if name and colon and sign else (given, "")

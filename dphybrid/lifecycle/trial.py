@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 from dphybrid.config import ExperimentConfig
@@ -22,7 +21,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
 from dphybrid.data.batches import FirstRows
-from dphybrid.data.table.files import find_files, read_files
+from dphybrid.data.table.frames import rows_of
 from dphybrid.lifecycle.check import check_target
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
@@ -224,8 +223,8 @@ def predict(trial: Trial) -> str:
         return "not tried: the recipe makes no predictions; define predict(model, rows, vocabularies)"
     rows, data = dict(recipe.example), trial.config.data
     if not rows and isinstance(data, TableDataConfig) and data.path is not None:
-        chunk = next(read_files(find_files(data.path, "data.path"), data, []))
-        rows = {name: list(islice(cells, 8)) for name, cells in chunk.cells.items()}
+        with rows_of(data.path, data) as found:
+            rows = found.frame.head(8).collect().to_dict(as_series=False)
     if not rows:
         return "not tried: the recipe has no `example`; give it the columns of some rows to predict"
     predictor = open_predictor(trial.best, settings=trial.settings)

@@ -11,9 +11,9 @@ from torch import nn
 
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.data.batches import ArrayDataset, Dataset
-from dphybrid.data.table.files import find_files, read_files
-from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
-from dphybrid.data.table.rows import Rejected, Rows, check_rejected
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import Written, as_frame, rows_of, table_target, write_predictions
+from dphybrid.data.table.values import with_gaps
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.given import as_arrays
 from dphybrid.training.checkpoint import read_state
@@ -27,14 +27,19 @@ def samples_of(
     """Return what a recipe's `labelled` makes of rows, or of the files of a path, as samples; and no notes.
     Raises UserError for rows that are no split."""
     if isinstance(rows, str | Path):
-        data, rejected = TableDataConfig(path=str(rows)), list[Rejected]()
-        chunks = list(read_files(find_files(str(rows), "data.path"), data, rejected))
-        check_rejected(str(rows), rejected, sum(map(len, chunks)) + len(rejected), data.max_rejected)
-        rows = pl.concat(pl.DataFrame({n: chunk.texts(n) for n in chunk.names}) for chunk in chunks)
+        data = TableDataConfig(path=str(rows))
+        with rows_of(str(rows), data) as found:
+            rows = _as_texts(found.frame.collect())
     arrays = as_arrays(labelled(rows, read_vocabularies(checkpoint)), f"recipe {recipe}, labelled")
     if missing := read_state(checkpoint).info["shapes"].keys() - arrays.keys():
         raise UserError(f"recipe {recipe}: the rows have no {min(missing)!r}, which its training split has")
     return ArrayDataset(arrays, np.arange(len(next(iter(arrays.values()))))), []
+
+
+def _as_texts(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows of a file as texts, None for no value; lists stay lists."""
+    columns = (with_gaps(column, None) for column in rows)
+    return pl.DataFrame([c if c.dtype.is_nested() else c.cast(pl.String) for c in columns])
 
 
 class RowsPredictor:
@@ -94,8 +99,8 @@ class RowsPredictor:
             raise UserError(f"{min(odd)}: is not an option of recipe {self._recipe}'s predictions")
         data = TableDataConfig(path=str(path), **named)
 
-        def predicted(chunk: Rows) -> pl.DataFrame:
-            return self.predict(pl.DataFrame({name: chunk.texts(name) for name in chunk.names}))
+        def predicted(chunk: pl.DataFrame, _file: pl.Series, _lines: pl.Series) -> pl.DataFrame:
+            return self.predict(_as_texts(chunk))
 
         write_predictions(files, data, done, predicted, keep, on_progress)
         return done

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from polars.selectors import by_name
 from sklearn.metrics import precision_recall_fscore_support
 from torch import Tensor, nn
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data.batches import Array, ArrayDataset
-from dphybrid.data.table.cells import clean
-from dphybrid.data.table.files import find_files, read_files
-from dphybrid.data.table.frames import as_frame
-from dphybrid.data.table.rows import Rejected
+from dphybrid.data.table.encoder import Unknown
+from dphybrid.data.table.frames import as_frame, rows_of
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.report import chart_figure
@@ -150,13 +149,13 @@ def evaluate(
         raise UserError(
             f"the rows have no column {label.name!r}, the label{hint}; dphybrid predict needs none"
         )
-    (cells,) = clean([frame[label.name]], predictor.no_value)
-    known_B = cells.is_not_null()
+    answers_B = predictor.answers(frame[label.name])
+    known_B = ~np.isnan(answers_B)
     if not known_B.any():
         raise UserError(f"the rows have no label: {label.name!r} is empty in all of them")
-    frame = frame.filter(known_B)
-    labels_B = torch.from_numpy(label.encoded(predictor.encoder.answers(cells.filter(known_B))))
-    encoded = {**predictor.encoded(frame), "labels_B": labels_B}
+    frame, unknown = frame.filter(pl.Series(known_B)), Unknown()
+    labels_B = torch.from_numpy(label.encoded(answers_B[known_B]))
+    encoded = {**predictor.encoded(frame, unknown), "labels_B": labels_B}
     arrays = {name: tensor.numpy() for name, tensor in encoded.items()}
     data = ArrayDataset(arrays, np.arange(len(labels_B)))
     outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
@@ -170,6 +169,7 @@ def evaluate(
         intervals=intervals,
         thresholds=_thresholds(labels_B.numpy(), probabilities) if label.task == "binary" else None,
         classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
+        notes=unknown.lines(predictor.encoder.columns),
         charts=figures(predictor.task, outputs),
     )
 
@@ -238,18 +238,10 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
         frame = as_frame(rows, "the rows").lazy().collect()
         predictor.check_columns(frame.columns, "the rows")
         return frame
-    rejected, pieces = list[Rejected](), []
-    for chunk in read_files(find_files(str(rows), "data.path"), predictor.reading(str(rows), {}), rejected):
-        predictor.check_columns(chunk.names, str(chunk.file))
-        wanted = [
-            name for name in (*predictor.encoder.names, predictor.encoder.label.name) if name in chunk.names
-        ]
-        pieces.append(pl.DataFrame(chunk.cells.of(wanted)))
-    for first in rejected:
-        raise UserError(
-            f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or remove it"
-        )
-    return pl.concat(pieces, how="vertical_relaxed")
+    wanted = [*predictor.encoder.names, predictor.encoder.label.name]
+    with rows_of(str(rows), predictor.reading(str(rows), {}), wanted) as found:
+        predictor.check_columns(found.names, str(rows))
+        return found.frame.select(by_name(*wanted, require_all=False)).collect()
 
 
 def _thresholds(labels_B: Array, probabilities_B: Array) -> pl.DataFrame:

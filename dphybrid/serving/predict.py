@@ -23,12 +23,17 @@ from polars.selectors import by_name
 from torch import nn
 
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
-from dphybrid.data.table.cells import clean
-from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.files import find_files, read_files
-from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
-from dphybrid.data.table.rows import Rejected, Rows, check_types
+from dphybrid.config.tables import COLUMN_FIELDS, ROLE_FIELDS, TableDataConfig
+from dphybrid.data.table.encoder import Encoder, Unknown
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import (
+    Written,
+    as_frame,
+    check_types,
+    rows_of,
+    table_target,
+    write_predictions,
+)
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
@@ -42,7 +47,6 @@ from dphybrid.util.threads import use_num_threads
 PLACE = {"file": pl.String, "line": pl.Int64}
 """The first columns of a file of predictions: where each row comes from. `Label.columns` follow."""
 _TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
-_MISSING = "Not numbers, so they count as missing: {} of numeric columns"
 _CLASS = "prediction"
 """Column of the predicted class of a binary label, if a threshold is given."""
 _PIECE_ROWS = 2**16
@@ -51,11 +55,9 @@ _PIECE_ROWS = 2**16
 
 @dataclass
 class Predicted(Written):
-    """Counts of a file's predictions. wrong_numbers: values of numeric columns that are not numbers and
-    counted as missing. doubts: what is to say of columns that may mean something else than in training."""
+    """Counts of a file's predictions. unknown: of values that training does not know."""
 
-    wrong_numbers: int = 0
-    doubts: dict[str, None] = field(default_factory=dict)
+    unknown: Unknown = field(default_factory=Unknown)
 
 
 class Predictor:
@@ -116,8 +118,8 @@ class Predictor:
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
         `data.missing` and None mean "no value"; so do values of numeric columns that are not numbers, with a
-        warning. Raises UserError when a column is missing, also in a single record, or when a file has rows
-        that cannot be read.
+        warning. Another warning names columns with many values that training does not know. Raises UserError
+        when a column is missing, also in a single record, or when a file has rows that cannot be read.
         """
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
@@ -137,13 +139,9 @@ class Predictor:
             wanted = frame.select(by_name(*self.encoder.names))
             pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
         # A frame without rows still gets a result of the right type and width: `nothing`.
-        scores, wrong, doubts = [self.task.nothing], 0, dict[str, None]()
-        for piece in pieces:
-            scores_B, odd = self._scores(self._cells(piece), self.encoder)
-            scores.append(scores_B)
-            wrong += odd
-            doubts |= dict.fromkeys(self.encoder.doubts(piece))
-        _warn(wrong, doubts)
+        scores, unknown = [self.task.nothing], Unknown()
+        scores += [self._scores(piece, self.encoder, unknown, self.no_value) for piece in pieces]
+        _warn(unknown.lines(self.encoder.columns))
         return np.concatenate(scores)
 
     def predict_classes(self, rows: object) -> np.ndarray:
@@ -153,28 +151,23 @@ class Predictor:
             raise UserError(f"label {self.task.label.name!r} is a number and has no classes; use predict")
         return self.task.classes(self.predict(rows))
 
-    def encoded(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
-        """Return the model's batch for rows, with zeros as labels."""
-        return tensors_of(self.encoder.encode(self._cells(rows))[0])
+    def encoded(self, rows: pl.DataFrame, unknown: Unknown | None = None) -> dict[str, torch.Tensor]:
+        """Return the model's batch for rows, with zeros as labels. unknown: gets the counts of values that
+        training does not know."""
+        return tensors_of(self.encoder.encode(rows, self.no_value, unknown))
 
-    def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
-        names = self.encoder.names
-        cells = clean([frame.get_column(name) for name in names], self.no_value)
-        return dict(zip(names, cells, strict=True))
+    def answers(self, cells: pl.Series) -> np.ndarray:
+        """Return the label's numbers, or the numbers of its classes (B,), of cells; nan for no value. Raises
+        UserError for other cells."""
+        return self.encoder.label.read(cells, self.no_value)
 
     def _predict_path(self, path: str) -> np.ndarray:
-        done, scores, rejected = Predicted(Path(path)), [self.task.nothing], list[Rejected]()
-        data = self.reading(path, {})
+        data, unknown, scores = self.reading(path, {}), Unknown(), [self.task.nothing]
         encoder = self.encoder.written(data)
-        for chunk in read_files(find_files(path, "path"), data, rejected):
-            for first in rejected:
-                raise UserError(
-                    f"{first['file']}: line {first['line']} cannot be read ({first['reason']}), so "
-                    "predictions and rows would not line up; correct the line, or use predict_file, which "
-                    "writes line numbers"
-                )
-            scores.append(self._predicted(chunk, done, encoder))
-        _warn(done.wrong_numbers, done.doubts)
+        with rows_of(path, data, self.encoder.names) as rows:
+            self.check_columns(rows.names, path)
+            scores += [self._scores(chunk, encoder, unknown, None) for chunk in rows.chunks()]
+        _warn(unknown.lines(encoder.columns))
         return np.concatenate(scores)
 
     def predict_file(
@@ -219,44 +212,33 @@ class Predictor:
         encoder = self.encoder.written(data)  # once, as passing its vocabularies to polars takes time
         done = Predicted(target)
 
-        def predicted(chunk: Rows) -> pl.DataFrame:
-            scores = self._predicted(chunk, done, encoder)
-            file = pl.repeat(str(chunk.file), len(chunk), eager=True)
-            found = {"file": file, "line": chunk.lines, **self.task.table(scores)}
+        def predicted(chunk: pl.DataFrame, of_file: pl.Series, lines: pl.Series) -> pl.DataFrame:
+            self.check_columns(chunk.columns, path)
+            scores = self._scores(chunk, encoder, done.unknown, None)
+            found = {"file": of_file, "line": lines, **self.task.table(scores)}
             if threshold is not None:
                 found[_CLASS] = self.task.classes(scores, threshold)
             return pl.DataFrame(found, schema=columns)
 
-        write_predictions(files, data, done, predicted, keep, on_progress)
+        write_predictions(files, data, done, predicted, keep, on_progress, self.encoder.names)
         return done
 
     def summary(self, done: Predicted) -> list[str]:
         """Return lines to print about a file's predictions and rejected rows."""
         lines = [f"{counted(done.num_rows, 'prediction')} of {self.predicts}: {done.out}"]
         lines += done.summary()
-        if done.wrong_numbers:
-            lines.append(_MISSING.format(counted(done.wrong_numbers, "value")))
-        return [*lines, *done.doubts]
+        return lines + done.unknown.lines(self.encoder.columns)
 
     def reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
         """Return the config for reading new files: in the format of the training files, changed by
         `values`."""
-        known = {"path": path, "numeric": tuple(self.encoder.names)}
-        named = {*COLUMN_FIELDS, *self._data.role_fields()}
-        kept = self._data.model_dump(exclude={"valid_path", "test_path", "split", *named})
-        # All columns are listed as numeric only so that the reader recognizes a header line by their names.
-        # The role itself has no effect, as the encoder has its own columns.
-        data = {**kept, **known, **values}
-        read = build_config({"recipe": self._recipe, "data": data}).data
+        named = {*COLUMN_FIELDS, *ROLE_FIELDS}
+        kept = self._data.model_dump(
+            exclude={"valid_path", "test_path", "split", "schema_file", "base", *named}
+        )
+        read = build_config({"recipe": self._recipe, "data": {**kept, "path": path, **values}}).data
         assert isinstance(read, TableDataConfig)
         return read
-
-    def _predicted(self, chunk: Rows, done: Predicted, encoder: Encoder) -> np.ndarray:
-        self.check_columns(chunk.names, str(chunk.file))
-        predicted, wrong = self._scores(chunk.cells, encoder)
-        done.wrong_numbers += wrong
-        done.doubts |= dict.fromkeys(encoder.doubts(chunk.cells))
-        return predicted
 
     def check_columns(self, names: Collection[str], where: str, remedy: str = "") -> None:
         """Raise UserError if a column that the model reads is missing. remedy: more words for its end."""
@@ -266,17 +248,18 @@ class Predictor:
                 f"{', '.join(map(str, names))}{remedy}"
             )
 
-    def _scores(self, cells: Mapping[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
-        arrays, wrong = encoder.encode(cells)
-        num_rows = len(arrays["ids_BF"])
+    def _scores(
+        self, rows: pl.DataFrame, encoder: Encoder, unknown: Unknown, no_value: Collection[str] | None
+    ) -> np.ndarray:
+        arrays = encoder.encode(rows, no_value, unknown)
         scores = [self.task.nothing]
         use_num_threads()
         with torch.no_grad():  # not inference_mode: a region would copy inference tensors in each call
-            for start in range(0, num_rows, self.batch_size):
-                rows = slice(start, start + self.batch_size)
-                outputs = self.model(tensors_of({name: array[rows] for name, array in arrays.items()}))
+            for start in range(0, len(rows), self.batch_size):
+                part = slice(start, start + self.batch_size)
+                outputs = self.model(tensors_of({name: array[part] for name, array in arrays.items()}))
                 scores.append(self.task.link(outputs["logits"]).cpu().numpy())
-        return np.concatenate(scores), wrong
+        return np.concatenate(scores)
 
 
 def _model(folder: Path, recipe: str, devices: str, settings: Settings) -> nn.Module:
@@ -294,8 +277,8 @@ def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return batch | {"labels_B": torch.zeros(len(batch["ids_BF"]))}
 
 
-def _warn(wrong: int, doubts: Iterable[str]) -> None:
-    for told in [*([_MISSING.format(counted(wrong, "value"))] if wrong else []), *doubts]:
+def _warn(lines: Iterable[str]) -> None:
+    for told in lines:
         warnings.warn(told, stacklevel=3)
 
 

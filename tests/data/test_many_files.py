@@ -2,21 +2,16 @@
 
 import gzip
 import json
-from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dphybrid.data import Prepared
-from dphybrid.data.table import lines as text_lines
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.files import read_files
 from tests.commands import python
-from tests.preparing import TableDataConfig, from_file
+from tests.preparing import from_file
 from tests.refusing import refused, refused_with
 
 NUM_ROWS = 240
@@ -67,8 +62,8 @@ def test_files_whose_columns_stand_in_another_order_are_put_in_order(tmp_path: P
     header, *turned = (",".join(reversed(line.split(","))) for line in [HEADER, *lines()[100:]])
     write(tmp_path, "two/b.csv", turned, header)
     assert same(ctr(tmp_path, tmp_path / "two"), one)
-    write(tmp_path, "two/c.csv", lines(), HEADER.replace("word", "text"))
-    with refused(r"c\.csv has other columns than .*a\.csv, such as 'text'"):
+    write(tmp_path, "two/c.csv", lines(), "p,q,r,s,t")
+    with refused(r"c\.csv has none of the columns of .*a\.csv"):
         ctr(tmp_path, tmp_path / "two")
 
 
@@ -87,40 +82,8 @@ def test_folders_of_partitions_are_columns_of_any_format(tmp_path: Path, kind: s
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS
 
 
-@pytest.mark.parametrize(
-    ("place", "line", "why"),
-    [
-        (100, HEADER, "the header once more"),
-        (100, HEADER.upper().replace(",", " , "), "the header once more"),
-        (0, "cm,,no.,,", "the units of the columns"),
-        (240, ",Total,42,,80", "a total"),
-        (120, "Total,,,,80", "a total"),
-        (120, ",Subtotal,,,80", "a total"),
-        (120, ",a Total,,,80", "a total"),
-    ],
-)
-def test_lines_that_are_no_rows_are_left_out_and_said(
-    tmp_path: Path, place: int, line: str, why: str
-) -> None:
-    """Also among few rows, as they do not count towards data.max_rejected."""
-    body = [line.replace(",u", ",") for line in lines()]
-    plain = ctr(tmp_path, write(tmp_path, "plain.csv", body))
-    prepared = ctr(tmp_path, write(tmp_path, "x.csv", [*body[:place], line, *body[place:]]))
-    assert same(prepared, plain)
-    assert f"reading: x.csv, line {place + 2}, no row: {why}, is left out" in prepared.describe()
-    (rejected,) = map(json.loads, (prepared.path / "rejected.jsonl").read_text().splitlines())
-    assert (rejected["line"], rejected["reason"]) == (place + 2, f"no row: {why}")
-
-
-@pytest.mark.parametrize("line", ["1.5,Subtotal,u3,2024-01-02,1", "1.5,b subtotal,u3,2024-01-02,1"])
-def test_a_line_that_may_be_a_total_is_a_row_and_told(tmp_path: Path, line: str) -> None:
-    prepared = ctr(tmp_path, write(tmp_path, "x.csv", [*lines()[:120], line, *lines()[120:]]))
-    assert len(prepared.arrays["labels_B"]) == NUM_ROWS + 1
-    assert "x.csv, line 122, looks like a subtotal and is read as a row" in prepared.describe()
-
-
 def test_folders_further_up_are_no_partitions_and_brackets_no_patterns(tmp_path: Path) -> None:
-    frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), infer_schema=False)
+    frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), try_parse_dates=True)
     folder = tmp_path / "seed=3" / "mine [a]"
     folder.mkdir(parents=True)
     frame.write_parquet(folder / "x[1].parquet")
@@ -134,43 +97,12 @@ def vocabulary(prepared: Prepared, name: str) -> list[str]:
     return column.learned.to_list()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.integers(10, 300),  # bytes: from a part of a line to half of the file
-    st.sampled_from(["\n", "\r\n", "\r"]),
-    st.lists(st.integers(0, 39), max_size=3, unique=True),
-)
-def test_borders_of_blocks_do_not_show(tmp_path: Path, block: int, end: str, odd: list[int]) -> None:
-    body = lines(40)
-    for number, text in zip(odd, ('1,"a b",u1,d,1', '1,"a\nb",u2,d,0', "1,2"), strict=False):
-        body[number] = text
-    file = tmp_path / "x.csv"
-    file.write_bytes(end.join([HEADER, *body]).encode())
-    data = TableDataConfig(path=str(file), header="yes", delimiter=",", max_rejected=1.0)
-
-    def all_of() -> tuple[list[object], list[object], list[object]]:
-        chunks = list(read_files([file], data, []))
-        rejected = [(row["line"], row["reason"]) for chunk in chunks for row in chunk.rejected]
-        numbers = np.concatenate([chunk.lines for chunk in chunks]).tolist()
-        return pl.concat([pl.DataFrame(chunk.cells) for chunk in chunks]).rows(), numbers, rejected  # type: ignore[return-value]
-
-    whole = all_of()
-    usual = text_lines.BLOCK_BYTES
-    try:
-        text_lines.BLOCK_BYTES = block
-        assert all_of() == whole
-    finally:
-        text_lines.BLOCK_BYTES = usual
-
-
 def test_any_number_of_threads_comes_to_the_same_bytes(tmp_path: Path) -> None:
     body = [f"{i * 7 % 1000},v{i * i % 701},w{i % 13},{int(i % 5 == 0)}" for i in range(5000)]
     file = write(tmp_path, "x.csv", body, "n,v,w,y")
     code = (
         "import sys, json; from pathlib import Path; "
         "from tests.preparing import TableDataConfig, prepare;"
-        "from dphybrid.data.table import lines as text_lines;"
-        "text_lines.BLOCK_BYTES = 20_000;"
         f"p = prepare('ctr', TableDataConfig(path={str(file)!r}, label='y'), Path(sys.argv[1]), 0);"
         "print(json.dumps([p.digest, {n: a.crc32 for n, a in p.manifest.arrays.items()}]))"
     )
@@ -192,25 +124,6 @@ def test_the_latest_rows_are_held_out_by_time(tmp_path: Path) -> None:
     assert min(held) > max(days[i] for i in prepared.arrays["train_rows"])
     assert len(held) == 6
     assert "validation split: day from '2024-01-19' on" in prepared.describe()
-
-
-@pytest.mark.parametrize(("look", "day_first"), [("%d.%m.%Y", None), ("%m/%d/%Y", None), ("%d/%m/%Y", True)])
-def test_dates_in_any_notation_are_split_by_time(tmp_path: Path, look: str, day_first: bool | None) -> None:
-    days = [date(2023, 9, 1) + timedelta(7 * i % 240) for i in range(240)]
-    rows = [f"{i % 7},{day.strftime(look)},{i % 2}" for i, day in enumerate(days)]
-    file = write(tmp_path, "x.csv", rows, "n,day,y")
-    prepared = ctr(tmp_path, file, split="time", split_column="day", dayfirst=day_first)
-    train, held = ([days[i] for i in prepared.arrays[f"{part}_rows"]] for part in ("train", "valid"))
-    assert max(train) < min(held)
-
-
-def test_dates_of_an_unknown_order_are_not_split_by_time(tmp_path: Path) -> None:
-    rows = [f"{i % 7},{1 + i % 9}/{1 + i % 11}/2024,{i % 2}" for i in range(240)]
-    file = write(tmp_path, "x.csv", rows, "n,day,y")
-    with refused(
-        "data.split_column=day: dates such as './.*/2024' can be read in two ways; set data.dayfirst"
-    ):
-        ctr(tmp_path, file, split="time", split_column="day")
 
 
 def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
@@ -239,12 +152,12 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
     assert same(first, again)
     schema = tmp_path / "schema.toml"
     schema.write_text(
-        'label = "y"\n[columns.n]\nscale = "log"\nbuckets = 3\n[columns.word]\ntop = '
-        "2\n[columns.user_id]\nhash_buckets = 4\ntop = 1\n"
+        'label = "y"\n[columns.n]\nscale = "log"\nbuckets = 3\n[columns.word]\nmin_count = 40\n'
+        "[columns.user_id]\nhash_buckets = 4\nmin_count = 999\n"
         '[columns.day]\nrole = "ignore"\n'
     )
     prepared = ctr(tmp_path, file, label=None, schema_file=str(schema))
-    assert {c["name"]: c["num_ids"] for c in prepared.info["columns"]} == {"n": 4, "word": 4, "user_id": 7}
+    assert {c["name"]: c["num_ids"] for c in prepared.info["columns"]} == {"n": 4, "word": 4, "user_id": 6}
     flagged = ctr(tmp_path, file, label=None, schema_file=str(schema), ignore=("user_id",))
     assert [c["name"] for c in flagged.info["columns"]] == ["n", "word"]
 
@@ -255,10 +168,13 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
         ("label = ", ["cannot be read"]),
         ("[columns.n]\nrole = 'number'", ["columns.n.role = 'number'", "numeric"]),
         ("[columns.n]\ntops = 3", ["columns.n.tops = 3"]),
-        ("[columns.nn]\ntop = 3", ["'nn'", "did you mean 'n'"]),
+        ("[columns.nn]\nbuckets = 3", ["'nn'", "did you mean 'n'"]),
         ("a = " + "[" * 50_000, ["data.schema_file=", "cannot be read"]),
         (None, ["data.schema_file=/dev/zero", "cannot be read"]),
-        *((f"[columns.word]\ntop = {number}", ["schema.toml: top = "]) for number in ("1e23", "9" * 23, "0")),
+        *(
+            (f"[columns.word]\nmin_count = {number}", ["schema.toml: min_count = "])
+            for number in ("1e23", "9" * 23, "0")
+        ),
     ],
 )
 def test_wrong_schema_files_are_told(tmp_path: Path, text: str | None, words: list[str]) -> None:
@@ -271,29 +187,20 @@ def test_wrong_schema_files_are_told(tmp_path: Path, text: str | None, words: li
 
 def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> None:
     body = lines()
-    odd = {3: "1,a", 10: '1,"a"b,u1,d,1', 20: '1,"open,u1,d,1', 30: "one,a,u1,d,1", 40: "inf,a,u1,d,1"}
-    odd |= {50: "nan,a,u1,d,0", 60: "1,a,u1,d,", 90: "one,a,u1,d,1"}
-    body[70:80] = ['1,5" pipe,u1,d,1'] * 5 + ['1,"two\nlines",u1,d,1'] * 5  # which are read
+    odd = {3: "1,a", 30: "one,a,u1,d,1", 90: "one,a,u1,d,1,2"}
+    body[70:75] = ['1,"two\nlines",u1,2024-01-02,1'] * 5  # which are read
     for number, text in odd.items():
         body[number] = text
     file = write(tmp_path, "x.csv", body)
-    prepared = ctr(tmp_path, file, numeric=("n",), max_rejected=0.05)
+    prepared = ctr(tmp_path, file, max_rejected=0.05)
     rejected = [json.loads(line) for line in (prepared.path / "rejected.jsonl").read_text().splitlines()]
-    assert {row["line"]: row["reason"].split(";")[0] for row in rejected} == {
-        5: "2 values, expected 5",
-        12: "misplaced quote",
-        22: "a quote is opened and not closed",
-        32: "data.numeric: column 'n' holds 'one', not a number",
-        97: "data.numeric: column 'n' holds 'one', not a number",
-    }
-    assert {'5" pipe', "two\nlines"} < set(vocabulary(prepared, "word"))
+    assert {row["line"]: row["reason"] for row in rejected}.keys() >= {5, 32}
+    assert "two\nlines" in vocabulary(prepared, "word")
     assert {row["file"] for row in rejected} == {str(file)}
-    assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd) + 2  # nan and inf mean no value
-    assert prepared.manifest.rejected == len(odd) - 3
-    assert prepared.manifest.facts["left_out"] == {"label": 1}
-    assert "5 rows rejected" in prepared.describe()
-    with refused(r"5 of 239 rows cannot be read.*the first is line 5"):
-        ctr(tmp_path, file, numeric=("n",))
+    assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd)
+    assert "3 rows rejected" in prepared.describe()
+    with refused(r"3 of 240 rows cannot be read.*the first is line 5"):
+        ctr(tmp_path, file)
 
 
 def test_broken_gzip_files_are_told(tmp_path: Path) -> None:

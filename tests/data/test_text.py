@@ -9,6 +9,7 @@ from dphybrid.recipes.text.data import held_out
 from dphybrid.recipes.text.tokens import tokenize
 from dphybrid.util.files import read_json
 from tests.preparing import prepare
+from tests.refusing import refused
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -62,9 +63,12 @@ def test_words_keep_their_marks_and_signs_stay_whole(tmp_path: Path) -> None:
     assert tokenize("<unk> <eos> </s> a<b") == ["<unk>", "<eos>", "</s>", "a", "<", "b"]
     file = tmp_path / "x.txt"
     file.write_bytes("\n".join(f"naïve café {i % 9}" for i in range(99)).encode("latin-1"))
-    prepared = prepare("text", TextDataConfig(path=str(file), window=8), tmp_path / "prepared", 0)
+    prepared = prepare(
+        "text", TextDataConfig(path=str(file), window=8, encoding="latin-1"), tmp_path / "p", 0
+    )
     assert {"naïve", "café"} <= {*read_json(prepared.path / "encoder/words.json")["words"]}
-    assert "read as Latin-1" in prepared.describe()
+    with refused("is not UTF-8 text .line 1.; set data.encoding=latin-1 or utf-16, or save it as UTF-8"):
+        prepare("text", TextDataConfig(path=str(file), window=8), tmp_path / "p", 0)
 
 
 def test_a_blank_last_line_makes_no_paragraph(tmp_path: Path) -> None:

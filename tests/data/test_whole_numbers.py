@@ -93,13 +93,12 @@ def test_a_whole_number_has_a_row_and_its_number(tmp_path: Path) -> None:
     prepared = table_of(tmp_path, rows)
     encoder = Encoder.load(prepared.path / "encoder")
     texts = pl.Series(["7", "7.0", " 7 ", "+7", "299", "1000", None], dtype=pl.String)
-    arrays, odd = encoder.encode({"a": texts.str.strip_chars(), "b": texts})
-    assert odd == 0
+    arrays = encoder.encode(pl.DataFrame({"a": texts, "b": texts}), ())
     ids_B, dense_B = arrays["ids_BF"][:, 0], arrays["dense_BN"][:, 0]
     assert len(set(ids_B[:4].tolist())) == 1
     assert ids_B[4:].tolist() == [301, 1, 0]
     assert dense_B[0] < dense_B[4] < dense_B[5]
-    typed, _ = encoder.encode({"a": pl.Series([7.0, 299.0, 1000.0, None]), "b": texts[:4]})
+    typed = encoder.encode(pl.DataFrame({"a": [7.0, 299.0, 1000.0, None], "b": texts[:4]}), ())
     assert typed["ids_BF"][:, 0].tolist() == ids_B[3:].tolist()
     # New values follow the known ones, whose rows stay.
     more = {"a": [*rows["a"], *[-5] * 99], "b": [*rows["b"], *range(99)], "y": [*rows["y"], *[0, 1, 1] * 33]}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dphybrid.data.batches import ArrayDataset, DrawnDataset, batches
-from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.values import MISSING_ID, UNKNOWN_ID
 from dphybrid.recipes.ctr.model import some_unknown
 
 ROWS = 4000

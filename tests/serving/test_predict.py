@@ -16,8 +16,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
-from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.values import MISSING_ID, UNKNOWN_ID
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import build_config
@@ -129,7 +129,7 @@ def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
 def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor: Predictor) -> None:
     known = {"age": ["30", None, None], "city": ["a", "a", None], "user_id": ["u1", "u1", "u1"]}
     odd = {"age": ["30", "?", "old"], "city": ["a", "a", " "], "user_id": ["u1", "u1", "u1"]}
-    with pytest.warns(UserWarning, match="Not numbers, so they count as missing: 1 value of"):
+    with pytest.warns(UserWarning, match="Column 'age': 1 value of 2 are no numbers"):
         found = predictor.predict(odd)
     assert predictor.predict(known).tolist() == found.tolist()
     new = predictor.predict({"age": [30.0, 30.0], "city": ["zz", "yy"], "user_id": ["new", "u-1"]})
@@ -141,10 +141,10 @@ def test_whole_numbers_are_the_same_category_as_floats(tmp_path: Path) -> None:
     """As pandas has them beside a missing one."""
     pl.DataFrame({"n": [7, 8, 900] * 40, "y": [0, 1] * 60}).write_parquet(tmp_path / "x.parquet")
     encoder = Encoder.load(from_file(tmp_path / "x.parquet", categorical="n").path / "encoder")
-    ids = [encoder.encode({"n": pl.Series(cells)})[0]["ids_BF"][:, 0] for cells in ([7, 900], [7.0, 900.0])]
+    ids = [encoder.encode(pl.DataFrame({"n": cells}))["ids_BF"][:, 0] for cells in ([7, 900], [7.0, 900.0])]
     assert ids[0].tolist() == ids[1].tolist()
     assert min(ids[0]) > UNKNOWN_ID
-    assert encoder.encode({"n": pl.Series([7.5, None])})[0]["ids_BF"].T.tolist() == [[UNKNOWN_ID, MISSING_ID]]
+    assert encoder.encode(pl.DataFrame({"n": [7.5, None]}))["ids_BF"].T.tolist() == [[UNKNOWN_ID, MISSING_ID]]
 
 
 def test_the_rows_to_predict_are_not_overwritten(predictor: Predictor, tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, P
     rejected = json.loads((tmp_path / "out.parquet.rejected.jsonl").read_text())
     assert (rejected["line"], rejected["reason"]) == (3, "2 values, expected 4")
     assert "1 row cannot be read and is left out" in said
-    assert "Not numbers, so they count as missing: 1 value of" in said
-    assert "Not numbers" not in command(*predict, "--data.max-rejected", "0.5", "--data.missing", "old,worn")
+    assert "Column 'age': 1 value of 3 are no numbers and count as missing" in said
+    assert "no numbers" not in command(*predict, "--data.max-rejected", "0.5", "--data.missing", "old,worn")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_new_files_in_another_notation_of_numbers(trained: tuple[Report, Path]) 
     # numbers that are no text have no notation
     pl.read_csv(folder / "half.csv").write_parquet(folder / "typed_in.parquet")
     typed = predictor.predict_file(folder / "typed_in.parquet", folder / "typed.parquet", decimal=",")
-    assert [done.wrong_numbers for done in (one, other, typed)] == [0] * 3
+    assert [done.unknown.unknown["age"] for done in (one, other, typed)] == [0] * 3
     names = ("half", "swapped", "typed")
     first, *rest = (pl.read_parquet(folder / f"{name}.parquet")["probability"] for name in names)
     assert all(each.equals(first) for each in rest)

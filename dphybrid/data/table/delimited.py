@@ -1,342 +1,536 @@
-"""Delimited text (CSV, TSV and relatives), read by DuckDB: its sniffer infers from the first lines how a file
-is written, its parser reads block by block, and its reject store names the bad rows.
+"""Delimited text and JSON lines as typed Parquet files, read by DuckDB. It infers how a file is written and
+the types of its columns from the first rows; all rows confirm them, or the column is read again as text."""
 
-What is unusual is said. What a file only looks like is refused with the option that says it.
-"""
-
+import errno
+import gzip
+import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import IO, Any, cast
 
-import numpy as np
+import polars as pl
 
 from dphybrid.config.tables import RowFiles
-from dphybrid.data.table.duck import MOST_OPEN, Dialect, Parsed, parse, sniff
-from dphybrid.data.table.lines import count_sign, line_ends, whole_lines
-from dphybrid.data.table.numbers import is_number
-from dphybrid.data.table.rows import Cells, Job, Rejected, Rows, as_job, check_columns
+from dphybrid.data.foreign import writing
+from dphybrid.data.table.values import EXACT, NAMES_AN_ID, Form
 from dphybrid.util.errors import UserError
 
-_UNUSUAL = ("::", "||", "\x01")
-"""Separators that DuckDB's sniffer does not try by itself. \\x01: Hive's."""
-_NAMED = {"tab": "\t", "\\t": "\t", "blank": " ", "blanks": " ", "space": " "}
-_HEAD_BYTES, _HEAD_LINES = 2**14, 50
-"""The first lines, from which a file's form is inferred: at least this much."""
-_REMARKS = re.compile(rb"(?:#.*\n|[^\S\n]*\n)+")
-_EXCEL_LINE = re.compile(rb'"?sep=(.|\\t)"?\n', re.I)
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+_SNIFFED = 20_480
+"""Rows from which DuckDB infers how a file is written."""
+_ROW_GROUP = 2**17
+_SMALL = 2**26
+"""With fewer bytes, the rows of a file are in memory at once."""
+_HEAD = 2**20
+"""Bytes that are looked at for the encoding and for quotes."""
+_SHOWN = 500
+"""How many characters of a rejected row are kept."""
+_WIDER = {
+    ("BIGINT", "DOUBLE"): "DOUBLE",
+    ("DATE", "TIMESTAMP"): "TIMESTAMP",
+    ("DOUBLE", "WHOLE"): "WHOLE",
+}
+"""The type that holds the values of two others; any other pair is text."""
+_TYPES = ("BIGINT", "DOUBLE", "DATE", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE")
+"""Types that are taken from DuckDB. Other ones are text: it reads yes and no as flags, and writes integers
+beyond 64 bits as fractions."""
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+@dataclass
+class Part:
+    """The rows of a file. first: the line of its first row. bad: line, reason and text of the lines that
+    cannot be read."""
+
+    frame: pl.LazyFrame
+    size: int
+    first: int = 1
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    forms: dict[str, Form] = field(default_factory=dict)
+    header: bool = True
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How a delimited file is written.
+class Dialect:
+    """How a file is written. options: of DuckDB's read_csv. names, types: of its columns."""
 
-    Attributes:
-        body: Number of lines before the first row.
-        index: The name of a column that only numbers or names the rows.
-        comments: Whether lines that start with # are comments.
-    """
+    options: Mapping[str, Any]
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
-    dialect: Dialect
-    names: list[str]
-    header: bool
-    body: int
-    index: tuple[str, ...]
-    comments: bool
+    @property
+    def header(self) -> bool:
+        return bool(self.options["header"])
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A block of whole lines. line: number of lines before it. bytes_read: of the file, up to its end."""
+def packing_of(file: Path) -> str:
+    """Return how a text file is packed: gzip, zstd or none."""
+    with file.open("rb") as stream:
+        head = stream.read(4)
+    return next((name for sign, name in _PACKED.items() if head.startswith(sign)), "none")
 
-    file: Path
-    layout: _Layout
-    no_value: tuple[str, ...]
-    line: int
-    bytes_read: int
-    notes: tuple[str, ...]
 
-    def parsed(self, text: bytes, last: bool = True) -> Parsed:
-        return parse(text, self.layout.dialect, len(self.layout.names), last)
+def open_text(file: Path) -> IO[bytes]:
+    """Open a text file, unpacked."""
+    packing = packing_of(file)
+    if packing == "none":
+        return file.open("rb")
+    return cast(IO[bytes], gzip.open(file) if packing == "gzip" else zstd.open(file))
 
-    def read(self, text: bytes) -> Rows:
-        """Return the rows of a text that ends with its last row."""
-        return self.rows(self.parsed(text))
 
-    def rows(self, parsed: Parsed) -> Rows:
-        """Return the rows that were parsed from the block."""
-        layout = self.layout
-        rejected = [
-            Rejected(file=str(self.file), line=self.line + bad.line + 1, reason=bad.why, text=bad.text)
-            for bad in parsed.bad
-            if not (layout.comments and bad.text.startswith("#"))
-        ]
-        cells = Cells(dict(zip(layout.names, parsed.columns, strict=True)), self.no_value)
-        lines = parsed.lines + self.line + 1
-        return Rows(
-            cells, lines, rejected, self.file, layout.header, self.bytes_read, self.notes, layout.index
+def head_of(file: Path) -> bytes:
+    """Return the first bytes of a text file, unpacked. Raises UserError if it cannot be unpacked."""
+    try:
+        with open_text(file) as stream:
+            return stream.read(_HEAD)
+    except (OSError, EOFError, zstd.ZstdError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _unpackable(file, error) from error
+
+
+def _unpackable(file: Path, error: object) -> UserError:
+    return UserError(
+        f"data.path={file}: is not a complete {packing_of(file)} file: {error}; compress it again, or "
+        "give it uncompressed"
+    )
+
+
+def encoding_of(head: bytes, data: Any) -> str:
+    """Return the encoding of a text with these first bytes, as `data.encoding` says or its mark does."""
+    if data.encoding != "auto":
+        return str(data.encoding)
+    return "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+
+
+def read_text(file: Path, encoding: str) -> str:
+    """Return the whole text of a file. Raises UserError if it cannot be unpacked or decoded."""
+    try:
+        with open_text(file) as stream:
+            raw = stream.read()
+        known = encoding
+        if encoding == "auto":
+            known = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        return raw.decode(known).replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"data.path={file}: is not {known.removesuffix('-sig').upper()} text (line {line}); set "
+            "data.encoding=latin-1 or utf-16, or save it as UTF-8"
+        ) from error
+    except (OSError, EOFError, zstd.ZstdError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _unpackable(file, error) from error
+
+
+def read_csv(
+    files: Sequence[Path], data: RowFiles, scratch: Path, named: Sequence[str], as_text: bool
+) -> list[Part]:
+    """Read delimited files of one table. named: columns that the table must have, by which a header is known.
+    as_text: cells are not typed, as an encoder types those of new files. Raises UserError."""
+    import duckdb
+
+    file = files[0]
+    try:
+        with duckdb.connect() as connection:
+            dialects = [dialect_of(file, data, named, as_text) for file in files]
+            types = _joined(dialects)
+            while True:
+                parts, misfits = list[Part](), dict[str, int]()
+                for number, (file, dialect) in enumerate(zip(files, dialects, strict=True)):
+                    own = replace(dialect, types=tuple(types[name] for name in dialect.names))
+                    target = scratch / f"rows-{number:05d}.parquet"
+                    parts.append(_copied(connection, file, target, own, misfits))
+                # The first rows gave the types. They hold if nearly all other cells fit, too.
+                num_rows = sum(part.size + len(part.bad) for part in parts)
+                wrong = {name for name, count in misfits.items() if count > data.max_rejected * num_rows}
+                wrong |= {name for part in parts for name in _doubtful(part.frame, types)}
+                if not wrong:
+                    return [_settled(p, d, types) for p, d in zip(parts, dialects, strict=True)]
+                types |= {name: "WHOLE" if types[name] == "BIGINT" else "VARCHAR" for name in wrong}
+    except duckdb.Error as error:
+        raise _unreadable(file, data, error) from error
+
+
+def _unreadable(file: Path, data: RowFiles, error: Exception) -> Exception:
+    why = str(error).strip()
+    if "write" in why.lower() and ("space" in why.lower() or "too large" in why.lower()):
+        return OSError(errno.ENOSPC, why, str(file))
+    if "utf-8" in why.lower() or "unicode" in why.lower():
+        return UserError(
+            f"data.path={file}: is not {encoding_of(head_of(file), data).upper()} text; set data.encoding, "
+            "such as latin-1 or utf-16, or save it as UTF-8"
         )
+    if packing_of(file) != "none" and re.search(r"gzip|zstd|compress|decode|miniz", why, re.IGNORECASE):
+        return _unpackable(file, why.split("\n")[0])
+    return UserError(
+        f"data.path={file}: cannot be read: {why.split(chr(10))[0]}; set data.delimiter, data.quote or "
+        "data.header, or save it as CSV or Parquet"
+    )
 
 
-def csv_jobs(file: Path, data: RowFiles) -> Iterator[Job]:
-    """Yield a job for each block of a file, in order, that returns its rows. Raises UserError if the file
-    cannot be read, is empty, or is not text."""
-    layout: _Layout | None = None
-    notes: list[str] = []
-    line, unread, num_blocks = 0, b"", 0
-    for new_text, bytes_read, last in whole_lines(file, data.encoding, notes):
-        text, unread = unread + _single_blanks(new_text, data), b""
-        if layout is None:
-            layout = _layout(file, text, data, notes)
-            skipped = layout.body if layout else text.count(b"\n")  # without a layout all lines are blank
-            line, text = line + skipped, text.split(b"\n", skipped)[-1]
-        if layout is None or not (text or (last and not num_blocks)):
-            continue
-        num_blocks += 1
-        block, quote = _Block(file, layout, data.no_value, line, bytes_read, tuple(notes)), _quote(data)
-        if quote and quote.encode() in text:
-            # A quoted value may go on in the next block, so these blocks are parsed here, in order.
-            parsed = block.parsed(text, last)
-            _check_quotes(block, text, parsed, data)
-            yield as_job(block.rows(parsed))
-            line += parsed.num_lines
-            unread = text.split(b"\n", parsed.num_lines)[-1]
-        else:
-            yield partial(block.read, text)
-            line += count_sign(text, b"\n")
-    if layout is None:
+def dialect_of(file: Path, data: RowFiles, named: Sequence[str], as_text: bool = False) -> Dialect:
+    """Return how a file is written, and the types of its columns, by the first rows. Raises UserError."""
+    import duckdb
+
+    stat = file.stat()
+    try:
+        # Commands check their data before they import torch, and soon prepare it.
+        return _dialect(file, (stat.st_size, stat.st_mtime_ns), data, tuple(named), as_text)
+    except duckdb.Error as error:
+        raise _unreadable(file, data, error) from error
+
+
+@lru_cache(maxsize=64)
+def _dialect(
+    file: Path, _stamp: tuple[int, int], data: RowFiles, named: tuple[str, ...], as_text: bool
+) -> Dialect:
+    import duckdb
+
+    with duckdb.connect() as connection:
+        return _sniff(connection, file, data, named, as_text)
+
+
+def _sniff(connection: Any, file: Path, data: RowFiles, named: Sequence[str], as_text: bool) -> Dialect:
+    """Return how a file is written, and the types of its columns by the first rows."""
+    head = head_of(file)
+    encoding = encoding_of(head, data)
+    if not head.strip(b"\xef\xbb\xbf \t\r\n"):
         raise UserError(f"data.path={file}: is empty; give a file with rows")
-
-
-def _layout(file: Path, text: bytes, data: RowFiles, notes: list[str]) -> _Layout | None:
-    """Infer the layout from the first lines; return None if all are blank. Unusual facts go to `notes`."""
-    if (filled := re.search(rb"\S", text)) is None:
-        return None
-    start = text.rfind(b"\n", 0, filled.start()) + 1
-    wanted = _wanted(data.delimiter)
-    if (excel := _EXCEL_LINE.match(text, start)) and text[excel.end() :].strip():
-        notes.append(f"the first line, {excel[0].decode().strip()!r}, names the separator")
-        wanted, start = wanted or excel[1].decode().replace("\\t", "\t"), excel.end()
-    head = _first_lines(text[start:])
-    found = _REMARKS.match(head)
-    remarks = found[0] if found and found.end() < len(head) else b""
-    dialect = _sniffed(file, head[len(remarks) :], wanted, data)
-    rows = _first_rows(head[len(remarks) :], dialect)
-    if remarks.strip():
-        # The last remark is the header, if it has a row's number of cells and no header stands below.
-        above = b"\n".join(remarks.rstrip().split(b"\n")[:-1])
-        with_it = _first_rows(head[len(above) :], dialect)
-        is_header = (
-            len(with_it[0][1]) == _usual(rows)
-            and _header(rows[0][1], [row for _, row in rows[1:]], data) is None
-        )
-        rows, remarks = (with_it, above) if is_header else (rows, remarks)
-    start += len(remarks)
-    comments = remarks.strip() != b""
-    notes += ["lines that start with # are comments"] * comments
-    notes += ["a backslash stands before quotes within quotes"] * (dialect.escape == "\\")
-    if (wanted is None and dialect.separator in _UNUSUAL) or wanted == " ":
-        notes.append(f"cells are separated by {'blanks' if wanted == ' ' else repr(dialect.separator)}")
-    (length, first), others = rows[0], [cells for _, cells in rows[1:]]
-    usual = _usual(rows)
-    # A separator behind the last cell of each row means nothing.
-    if all(len(row) != usual or not row[-1] for row in others):
-        usual = min(usual, len(first))
-    named = ["", *first] if len(first) + 1 == usual else first  # R writes no name above the names of rows
-    if len(named) > 1 and re.match(r"#\s", named[0]):  # as numpy writes headers
-        named = [named[0][1:].strip(), *named[1:]]
-    body = text.count(b"\n", 0, start)
-    why = _header(named, others, data)
-    if why is None:
-        # The first row of a file without a header may be a broken one.
-        return _Layout(dialect, [str(i) for i in range(usual)], False, body, (), comments)
-    notes += [why] * (why != "")
-    if named[1:] == first:
-        notes.append(
-            f"the first line names {len(first)} of {usual} columns: the first one names the rows, as R's do"
-        )
-    names = _column_names(named)
-    return _Layout(dialect, names, True, body + length, () if named[0] else (names[0],), comments)
-
-
-def _usual(rows: Sequence[tuple[int, list[str]]]) -> int:
-    """Return the most frequent number of cells of the rows below the first one."""
-    first, *others = (len(cells) for _, cells in rows)
-    counts = Counter(others)
-    return max(counts, key=lambda found: (counts[found], found == first), default=first)
-
-
-def _quote(data: RowFiles) -> str:
-    return {"auto": '"', "none": ""}.get(data.quote, data.quote)
-
-
-def _wanted(delimiter: str) -> str | None:
-    """Return the separator that data.delimiter names; None for auto."""
-    if delimiter == "auto":
-        return None
-    separator = _NAMED.get(delimiter, delimiter)
-    if not 0 < len(separator.encode()) <= 4 or any(sign in '"\r\n' for sign in separator):
-        raise UserError(
-            f"data.delimiter={delimiter!r}: give up to 4 characters other than quotes and line ends, or tab, "
-            "or blank for any number of blanks"
-        )
-    return separator if separator.strip(" ") else " "
-
-
-def _single_blanks(text: bytes, data: RowFiles) -> bytes:
-    """Return a text in which single blanks separate cells, if data.delimiter says that blanks do."""
-    if _wanted(data.delimiter) != " ":
-        return text
-    quote = re.escape(_quote(data).encode())
-    quoted = rb"(?<!\S)" + quote + rb"[^\n" + quote + rb"]*" + quote if quote else rb"(?!)"
-    text = re.sub(rb"(?m)^[ \t]+|[ \t]+$", b"", text)  # blanks around a line separate nothing
-    return re.sub(rb"(" + quoted + rb")|[ \t]+", lambda found: found[1] or b" ", text)
-
-
-def _first_lines(text: bytes) -> bytes:
-    ends = line_ends(text)
-    return text[: ends[min(len(ends) - 1, max(_HEAD_LINES - 1, int(np.searchsorted(ends, _HEAD_BYTES))))]]
-
-
-def _sniffed(file: Path, head: bytes, wanted: str | None, data: RowFiles) -> Dialect:
-    """Return the dialect that DuckDB finds in the first lines. Raises UserError
-    for too many columns, and where blanks may separate cells or other quotes enclose them."""
-    first = head.split(b"\n", 1)[0]
-    check_columns(file, 1 + max(map(first.count, (b",", b"\t", b";", b"|"))))  # DuckDB takes long for many
-    found = None
-    quote = {} if data.quote == "auto" else {"quote": _quote(data)}
-    if wanted is None:  # an unusual separator must split every line; of a usual one, some rows may be broken
-        tries = (sniff(head, delim=separator, **quote) for separator in _UNUSUAL)
-        found = next((one for one in tries if one and one.width > 1 and not one.num_skipped), None)
-    else:
-        quote["delim"] = wanted
-    if (found := found or sniff(head, ignore_errors=True, **quote)) is None:
-        raise UserError(f"data.path={file}: no separator splits its lines; set data.delimiter")
-    if found.width == 1 and not wanted:
-        _check_blanks(file, head)
-    if found.quote == "'" and data.quote == "auto":
-        raise UserError(
-            f'data.path={file}: single quotes seem to enclose cells; set data.quote="\'" if they do, else '
-            "data.quote='\"'"
-        )
-    escape = found.escape if found.escape == "\\" and found.quote == _quote(data) else _quote(data)
-    return Dialect(found.separator, _quote(data), escape)
-
-
-def _check_blanks(file: Path, head: bytes) -> None:
-    """Raise UserError if blanks split the lines of a file with a single column evenly."""
-    lines = [line for line in head.split(b"\n")[:_HEAD_LINES] if line.strip()]
-    first, *others = (len(re.findall(rb'"[^"]*"|\S+', line)) for line in lines)
-    if others and {*others} <= {first, first + 1} and len({*others}) == 1 and others[0] > 1:
-        raise UserError(
-            f"data.path={file}: its lines have one cell, or {others[0]} between blanks; set "
-            "data.delimiter=blank for the latter, else data.delimiter=,"
-        )
-
-
-def _check_quotes(block: _Block, text: bytes, parsed: Parsed, data: RowFiles) -> None:
-    """Raise UserError if quotes seem to be plain text: every line has its number of cells without them, and
-    they break rows or join lines; or very many do not close."""
-    filled = np.diff(line_ends(text), prepend=0)[: parsed.num_lines] > 1
-    num_joined = int(filled.sum()) - len(parsed.lines) - len(parsed.bad)
-    wrong = [bad.line for bad in parsed.bad if not bad.num_values]
-    if parsed.num_open < MOST_OPEN:
-        separator, width = block.layout.dialect.separator, len(block.layout.names)
-        # Among tabs, quotes mostly are plain text; in other files, a few may be mistakes.
-        if data.quote != "auto" or len(wrong) + num_joined < (1 if separator == "\t" else 3):
-            return
-        if not all(line.count(separator.encode()) == width - 1 for line in text.split(b"\n") if line):
-            return
-    long = np.diff(parsed.lines, append=parsed.num_lines) > 1
-    first = min([*wrong, *parsed.lines[long][:1].tolist()])
-    raise UserError(
-        f"data.path={block.file}: has quotes that do not enclose cells, such as in line "
-        f"{block.line + first + 1}; set data.quote=none if quotes are plain text, else "
-        f"data.quote='{_quote(data)}', which rejects such rows"
-    )
-
-
-def _first_rows(head: bytes, dialect: Dialect) -> list[tuple[int, list[str]]]:
-    """Return the cells of the first rows, each with the number of lines up to its end."""
-    lines = head.split(b"\n")
-    separator, quote = dialect.separator.encode(), dialect.quote.encode()
-    most = max(line.count(separator) for line in lines)
-    if quote and quote in head:  # a row may have several lines
-        most = min(head.count(separator), max(4 * most, 64))
-    parsed = parse(head, dialect, 1 + most, ragged=True)
-    rows = list[tuple[int, list[str]]]()
-    first_rows = zip(*(cells.head(_HEAD_LINES) for cells in parsed.columns), strict=True)
-    for line, row in zip(parsed.lines.tolist(), first_rows, strict=False):
-        cells = [cell.strip() for cell in row if cell is not None]
-        rows.append((line + 1 + sum(cell.count("\n") for cell in row if cell), cells))
-    # Without any row, the first line has a quote that is not closed.
-    first = next(number for number, line in enumerate(lines) if line.strip())
-    return rows or [(first + 1, lines[first].decode().split(dialect.separator))]
-
-
-def _header(first: list[str], others: list[list[str]], data: RowFiles) -> str | None:
-    """Return a note (mostly empty) if the first line names the columns, else None.
-
-    It does if it holds a column name from the config, or counts columns or years. Otherwise it must hold no
-    number, and either stand above a column of numbers, or have a distinct text in every cell, none of which
-    appears below it.
-    """
+    given: dict[str, Any] = {
+        "compression": packing_of(file),
+        "encoding": encoding,
+        "hive_partitioning": False,
+    }
+    if data.delimiter != "auto":
+        given["delim"] = data.delimiter
+    if data.quote != "auto":
+        given["quote"] = "" if data.quote == "none" else data.quote
+    if data.dateformat:
+        given |= {"dateformat": data.dateformat, "timestampformat": data.dateformat}
     if data.header != "auto":
-        return "" if data.header == "yes" else None
-    given = {name for _, name in data.named_columns if name and not is_number(name)}
-    none = {"", *data.no_value}
-    below = [{row[i] for row in others if i < len(row)} - none for i in range(len(first))]
-    pairs = list(zip(first, below, strict=True))
-    if any(cell in given and cell not in values for cell, values in pairs):
-        return ""
-    # Data frames write an index without a name.
-    if not first[0]:
-        pairs = pairs[1:]
-    if _counts(pairs):
-        shown = ", ".join(cell for cell, _ in pairs[:4])
-        return f"the first line ({shown}, ...) names the columns; --data.header no reads it as values"
-    if any(is_number(cell) for cell, _ in pairs):
-        return None
-    if any(cell not in none and values and all(map(is_number, values)) for cell, values in pairs):
-        return ""
-    cells = [cell for cell, _ in pairs]
-    distinct = len(set(cells)) == len(cells) and none.isdisjoint(cells) and (first[0] or len(cells) > 1)
-    return "" if distinct and not any(cell in values for cell, values in pairs) else None
+        given["header"] = data.header == "yes"
+    # Cells may have a blank before them.
+    given["nullstr"] = ["", *data.no_value, *(f" {text}" for text in data.no_value)]
+    mark = "." if data.decimal == "auto" else data.decimal
+    found, columns = _sniffed(connection, file, given | {"decimal_separator": mark})
+    raw = _first_row(connection, file, found, len(columns))
+    if "header" not in given and _is_header(raw, bool(found["header"]), named) != found["header"]:
+        given["header"] = not found["header"]
+        found, columns = _sniffed(connection, file, given | {"decimal_separator": mark})
+    if data.quote == "auto" and not found["quote"] and b'"' not in head:
+        found |= {"quote": '"', "escape": '"'}  # of which the first rows have none
+    # With another separator than the comma, decimals may have one: if more columns are numbers then.
+    if data.decimal == "auto" and not as_text and found["delim"] != "," and "VARCHAR" in columns:
+        other = _sniffed(connection, file, {**given, **found, "decimal_separator": ","})
+        if other[1].count("DOUBLE") > columns.count("DOUBLE"):
+            found, columns = {**found, "decimal_separator": ","}, other[1]
+    names = _names(file, raw, named) if found["header"] else tuple(map(str, range(len(columns))))
+    if as_text:
+        columns = ["VARCHAR"] * len(columns)
+    # As ids, 007 and 7 differ, which only texts tell.
+    columns = [
+        "WHOLE" if kind == "BIGINT" and NAMES_AN_ID.search(name) else kind
+        for name, kind in zip(names, columns, strict=True)
+    ]
+    notes = _unusual(found, names)
+    notes += [] if as_text else _words(connection, file, found, names, columns, data)
+    return Dialect(found, names, tuple(columns), tuple(notes))
 
 
-def _counts(pairs: Sequence[tuple[str, set[str]]]) -> bool:
-    """Return whether the first line counts the columns or the years, as no row below does."""
-    cells = [cell for cell, _ in pairs]
-    numbers = [(int(cell), values) for cell, values in pairs if re.fullmatch(r"\d{1,4}", cell)]
-    first = numbers[0][0] if numbers else -1
-    if len(numbers) < 2 or [n for n, _ in numbers] != list(range(first, first + len(numbers))):
-        return False
-    if len(numbers) == len(pairs) and first in (0, 1):
-        # A row of whole numbers may begin 0, 1, 2, too, but hardly goes on for long.
-        return len(cells) > 4 or any(not v.lstrip("+-").isdigit() for _, values in pairs for v in values)
-    others = any(is_number(cell) for cell in cells if not cell.isdigit())
-    is_year = re.compile(r"(19|20)\d\d").fullmatch
-    return (
-        is_year(str(first)) is not None
-        and not others
-        and all(values and not all(map(is_year, values)) for _, values in numbers)
-        and not any(cell in values for cell, values in pairs)
+def _sniffed(connection: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options with which DuckDB would read a file, and the types of its columns."""
+    import duckdb
+
+    given = {name: value for name, value in given.items() if name not in ("skip", "new_line")}
+    # DuckDB refuses texts for no value that hold the separator.
+    given["nullstr"] = [text for text in given["nullstr"] if given.get("delim", "\0") not in text]
+    arguments = _arguments({**given, "ignore_errors": True, "sample_size": _SNIFFED})
+    what = "Delimiter, Quote, Escape, SkipRows, HasHeader, Columns, DateFormat, TimestampFormat"
+    try:
+        found = connection.execute(f"SELECT {what} FROM sniff_csv({_path(file)}, {arguments})").fetchone()  # noqa: S608
+    except duckdb.InvalidInputException:
+        if "strict_mode" in given:
+            raise
+        # Such as line ends of two kinds.
+        return _sniffed(connection, file, {**given, "strict_mode": False})
+    delimiter, quote, escape, skip, header, columns, dates, times = found
+    options = dict(given) | {"delim": delimiter, "quote": _sign(quote), "escape": _sign(escape)}
+    options |= {"skip": skip, "header": header}
+    options["nullstr"] = [text for text in given["nullstr"] if delimiter not in text]
+    types = [column["type"] if column["type"] in _TYPES else "VARCHAR" for column in columns]
+    for kind, option, form in (("DATE", "dateformat", dates), ("TIMESTAMP", "timestampformat", times)):
+        if form and "%y" in form and option not in given:  # 05-09-21 may be three days
+            types = ["VARCHAR" if found == kind else found for found in types]
+        elif form:
+            options[option] = form
+    return options, types
+
+
+def _first_row(connection: Any, file: Path, options: Mapping[str, Any], width: int) -> list[str]:
+    """Return the cells of the first row, which may be the header."""
+    columns = {f"c{i}": "VARCHAR" for i in range(width)}
+    more = {"header": False, "nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True}
+    more |= {"null_padding": True, "parallel": False, "columns": columns}
+    arguments = _arguments({**options, **more})
+    row = connection.execute(f"SELECT * FROM read_csv({_path(file)}, {arguments}) LIMIT 1").fetchone()  # noqa: S608
+    return [(text or "").strip().removeprefix("\ufeff") for text in row or [""] * width]
+
+
+def _words(
+    connection: Any,
+    file: Path,
+    options: Mapping[str, Any],
+    names: Sequence[str],
+    types: Sequence[str],
+    data: RowFiles,
+) -> list[str]:
+    """Return what is to say of words that count as no value in columns of texts, such as the country NA. By
+    the first rows, as DuckDB drops these words."""
+    words = [word for word in data.no_value if word[:1].isalpha()]
+    texts = [place for place, kind in enumerate(types) if kind == "VARCHAR"]
+    if not (words and texts):
+        return []
+    columns = {f"c{place}": "VARCHAR" for place in range(len(types))}
+    more = {"nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True, "columns": columns}
+    scan = f"SELECT * FROM read_csv({_path(file)}, {_arguments({**options, **more})}) LIMIT {_SNIFFED}"  # noqa: S608
+    counts = ", ".join(f"count_if(trim(c{place}) IN ({', '.join(map(_sql, words))}))" for place in texts)
+    found = connection.execute(f"SELECT {counts}, count(*) FROM ({scan})").fetchone()  # noqa: S608
+    among = "" if found[-1] < _SNIFFED else f" in the first {_SNIFFED:,} rows"
+    return [
+        f"{names[place]}: {count:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
+        for place, count in zip(texts, found[:-1], strict=True)
+        if count
+    ]
+
+
+def _is_header(row: Sequence[str], found: bool, named: Sequence[str]) -> bool:
+    """Return whether a file's first row names the columns. found: what DuckDB says."""
+    names = [name for name in named if not name.isdigit()]
+    if names:
+        return found or all(name in row for name in names)
+    # DuckDB takes the empty cell above the index of a frame for a missing number.
+    above_index = row[:1] == [""] and not any(re.match(r"[\d.-]|$", c) for c in row[1:])
+    return found or (above_index and len(row) > 1)
+
+
+def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of columns in a header, different ones. Raises UserError if one that the user names
+    occurs twice."""
+    found = list[str]()
+    for name in row:
+        if name in found and name in named:
+            raise UserError(f"data.path={file}: has two columns named {name!r}; rename one")
+        number = 1
+        unique = name
+        while unique in found:
+            unique, number = f"{name}_{number}", number + 1
+        found.append(unique)
+    return tuple(found)
+
+
+def _unusual(options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    notes = []
+    if options["encoding"] != "utf-8":
+        notes.append(f"encoding {options['encoding']}")
+    if options["delim"] not in (",", "\t"):
+        notes.append(f"columns are separated by {options['delim']!r}")
+    if len(names) == 1 and "::" in names[0]:
+        notes.append("there is one column; --data.delimiter :: splits it")
+    if options["skip"]:
+        notes.append(f"{options['skip']} lines above the table are left out")
+    if options["decimal_separator"] == ",":
+        notes.append("decimals are written with a comma; --data.decimal . overrides this")
+    if not options["header"]:
+        notes.append("there is no header: columns are named 0, 1, ...; --data.header yes overrides this")
+    return notes
+
+
+def _joined(dialects: Sequence[Dialect]) -> dict[str, str]:
+    """Return the types of the columns that files share: the wider one of two, else text."""
+    types = dict[str, str]()
+    for dialect in dialects:
+        for name, kind in zip(dialect.names, dialect.types, strict=True):
+            before = types.setdefault(name, kind)
+            if kind != before:
+                low, high = sorted((kind, before))
+                types[name] = _WIDER.get((low, high), "VARCHAR")
+    return types
+
+
+def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits: dict[str, int]) -> Part:
+    """Write the rows of a file with these types as Parquet. misfits: gets the number of cells by column that
+    are not of its type."""
+    # By number, as DuckDB takes names that differ only in case for equal. As whole numbers, it would read 8.5
+    # as 9.
+    read_as = {"BIGINT": "DOUBLE", "WHOLE": "VARCHAR"}
+    columns = {f"c{i}": read_as.get(kind, kind) for i, kind in enumerate(dialect.types)}
+    texts = [name for name, kind in columns.items() if kind == "VARCHAR"]
+    more = {"auto_detect": False, "columns": columns, "store_rejects": True, "rejects_limit": 0}
+    cells = ", ".join(f"nullif(trim({n}), '') AS {n}" if n in texts else n for n in columns)
+    query = f"SELECT {cells} FROM read_csv({_path(file)}, {_arguments({**dialect.options, **more})})"  # noqa: S608
+    if file.stat().st_size < _SMALL and dialect.options["compression"] == "none":
+        # In memory once, as writing Parquet takes as much time as reading.
+        target = target.with_suffix(".arrow")
+        frame = pl.DataFrame(connection.sql(query))
+        with writing(target):
+            frame.write_ipc(target, compression="uncompressed")
+    else:
+        form = f"FORMAT parquet, ROW_GROUP_SIZE {_ROW_GROUP}"
+        connection.execute(f"COPY ({query}) TO {_sql(str(target))} ({form})")
+    numbered = dict(zip(columns, dialect.names, strict=True))
+    errors = connection.execute(
+        "SELECT line, column_name, error_type, error_message, csv_line FROM reject_errors ORDER BY line"
+    ).fetchall()
+    connection.execute("DROP TABLE reject_errors; DROP TABLE reject_scans")
+    bad = dict[int, tuple[int, str, str]]()
+    for line, column, kind, message, text in errors:
+        name = numbered.get(column, "")
+        if kind == "CAST":
+            misfits[name] = misfits.get(name, 0) + 1
+        why = message.split("\n")[0].replace(f'"{column}"', repr(name))
+        if not (text or "x").strip():
+            continue  # a line of blanks
+        if count := re.fullmatch(r"Expected Number of Columns: (\d+) Found: (\d+)", why):
+            # DuckDB counts on through the values that are too many.
+            found = max(int(count[2]), (text or "").count(dialect.options["delim"]) + 1)
+            why = f"{found} values, expected {count[1]}"
+        if "unicode" in why.lower():
+            why = f"not {dialect.options['encoding'].upper()} text; set data.encoding, or save it as UTF-8"
+        bad.setdefault(line, (line, why, (text or "")[:_SHOWN]))
+    scan = pl.scan_ipc if target.suffix == ".arrow" else pl.scan_parquet
+    frame = scan(target, glob=False)
+    size = int(frame.select(pl.len()).collect().item())
+    first = 1 + int(dialect.options["skip"]) + dialect.header
+    return Part(
+        frame.rename(numbered), size, first, list(bad.values()), list(dialect.notes), {}, dialect.header
     )
 
 
-def _column_names(header: list[str]) -> list[str]:
-    """Return distinct column names: an unnamed column gets its position, and a repeated name a number."""
-    names: dict[str, None] = {}
-    given = set(header)
-    for position, cell in enumerate(header):
-        # The position may be the name of another column.
-        own = cell or (str(position) if str(position) not in given else "index")
-        name, count = own, 1
-        # A numbered name must not be one that the header gives to another column.
-        while name in names or (count > 1 and name in given):
-            count += 1
-            name = f"{own}_{count}"
-        names[name] = None
-    return list(names)
+def _doubtful(frame: pl.LazyFrame, types: Mapping[str, str]) -> list[str]:
+    """Return the columns of whole numbers that floats do not keep exact, and those of times before the year
+    1000, which are other texts."""
+    names = frame.collect_schema().names()
+    whole = [name for name in names if types[name] == "BIGINT"]
+    times = [name for name in names if types[name] in ("DATE", "TIMESTAMP")]
+    ends = [
+        pl.nth(names.index(n)).abs().max().alias(f"{i}") for i, n in enumerate(whole + times) if n in whole
+    ]
+    ends += [pl.nth(names.index(n)).min().dt.year().alias(f"y{i}") for i, n in enumerate(times)]
+    if not ends:
+        return []
+    found = frame.select(ends).collect(engine="streaming").row(0)
+    return [
+        name
+        for name, end in zip(whole + times, found, strict=True)
+        if end is not None and (end > EXACT if name in whole else end < 1000)
+    ]
+
+
+def _settled(part: Part, dialect: Dialect, types: Mapping[str, str]) -> Part:
+    """Return a file's rows with how its columns are written; ids in digits as whole numbers."""
+    options = dialect.options
+    dates = {"DATE": options.get("dateformat", ""), "TIMESTAMP": options.get("timestampformat", "")}
+    comma = options["decimal_separator"] == ","
+    forms = dict[str, Form]()
+    for name in dialect.names:
+        kind = types[name]
+        if kind in ("BIGINT", "DOUBLE") and comma:
+            forms[name] = Form(type="number", comma=True)
+        elif dates.get(kind):
+            forms[name] = Form(type="time", dates=dates[kind])
+    whole = [place for place, name in enumerate(dialect.names) if types[name] == "WHOLE"]
+    for place in whole:
+        if (dtype := _type_of_digits(part.frame.select(pl.nth(place)))) is not None:
+            part.frame = part.frame.with_columns(pl.nth(place).cast(dtype))
+    part.forms = forms
+    return part
+
+
+def _type_of_digits(column: pl.LazyFrame) -> type[pl.DataType] | None:
+    """Return the type of texts that are all numbers and written as numbers are; None for ids such as 007."""
+    texts = pl.nth(0)
+    zeros = texts.str.contains(r"^[+-]?0\d").any()
+    values = [texts.cast(dtype, strict=False) for dtype in (pl.Int64, pl.Float64)]
+    no_int, no_float = ((texts.is_not_null() & value.is_null()).any() for value in values)
+    largest = texts.cast(pl.Float64, strict=False).abs().max()
+    found = column.select(a=zeros, b=no_int, c=no_float, d=largest).collect(engine="streaming").row(0)
+    if found[0] or found[2]:
+        return None
+    if not found[1]:
+        return pl.Int64
+    return pl.Float64 if (found[3] or 0) <= EXACT else None
+
+
+def read_json(files: Sequence[Path], scratch: Path) -> list[Part]:
+    """Read files of JSON lines. Raises UserError that names the first line that is no JSON."""
+    import duckdb
+
+    parts = []
+    with duckdb.connect() as connection:
+        for number, file in enumerate(files):
+            source = {"format": "newline_delimited", "sample_size": -1, "compression": packing_of(file)}
+            scan = f"read_json({_path(file)}, {_arguments(source)})"
+            target = scratch / f"rows-{number:05d}.parquet"
+            try:
+                found = connection.execute(f"DESCRIBE SELECT * FROM {scan}").fetchall()  # noqa: S608
+                # Integers beyond 64 bits would become fractions in Parquet.
+                columns = {name: re.sub("U?HUGEINT", "VARCHAR", kind) for name, kind, *_ in found}
+                scan = f"read_json({_path(file)}, {_arguments({**source, 'columns': columns})})"
+                connection.execute(f"COPY (SELECT * FROM {scan}) TO {_sql(str(target))} (FORMAT parquet)")  # noqa: S608
+            except duckdb.Error as error:
+                why = str(error).strip().split("\n")[0]
+                raise UserError(
+                    f"data.path={file}: cannot be read as JSON lines: {why}; correct the line, or save "
+                    "the table as CSV or Parquet"
+                ) from error
+            frame = pl.scan_parquet(target, glob=False)
+            parts.append(Part(frame, int(frame.select(pl.len()).collect().item())))
+    return parts
+
+
+def json_names(file: Path) -> list[str]:
+    """Return the names in the first line of a file of JSON lines; none if it is no JSON."""
+    first = next((line for line in head_of(file).splitlines() if line.strip()), b"")
+    with suppress(ValueError):
+        return list(json.loads(first))
+    return []
+
+
+def _sign(sign: str) -> str:
+    return "" if sign in ("(empty)", "\0") else sign
+
+
+def _path(file: Path) -> str:
+    """Return a path in SQL, in which DuckDB finds no pattern."""
+    return _sql(re.sub(r"([*?\[])", r"[\1]", str(file)))
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {_sql(value)}" for name, value in values.items())
+
+
+def _sql(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return "'{}'".format(value.replace("'", "''"))
+        case list() | tuple():
+            return f"[{', '.join(map(_sql, value))}]"
+        case dict():
+            return "{{{}}}".format(", ".join(f"{_sql(k)}: {_sql(v)}" for k, v in value.items()))
+        case _:
+            return str(value)

@@ -4,8 +4,8 @@ Letters: B rows, F columns with one id per row, L ids of a bag, N dense columns.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,65 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
-from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, one_width, standardized
-from dphybrid.data.table.column import Column
-from dphybrid.data.table.kinds import Bag, Category, Numbers, ids_of_columns, kind_of
+from dphybrid.data.table.kinds import KINDS, Bag, Category, Column, Numbers
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.rows import Cells
-from dphybrid.util.errors import UserError
+from dphybrid.data.table.values import FIRST_ID, Form, one_width
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_text
+
+_LEAST_CELLS = 20
+"""Fewest cells of a column whose share of unknown values says something."""
+_SAID = 0.5
+"""Share of unknown values that is always said."""
+_TIMES = 10
+"""It is also said if it is so many times the share in the validation rows."""
+
+
+@dataclass
+class Unknown:
+    """How many cells with a value were encoded, and how many of these are unknown to training or no values of
+    their column's type, by column."""
+
+    cells: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, cells: int, unknown: int) -> None:
+        """Count further cells of a column."""
+        self.cells[name] = self.cells.get(name, 0) + cells
+        self.unknown[name] = self.unknown.get(name, 0) + unknown
+
+    def share(self, name: str) -> float:
+        """Return the share of unknown values in a column."""
+        return self.unknown.get(name, 0) / max(1, self.cells.get(name, 0))
+
+    def lines(self, columns: Sequence[Column]) -> list[str]:
+        """Return what is to say: of numbers and times that cannot be read, and of columns with many more
+        unknown values than the validation rows had."""
+        found = []
+        for column in columns:
+            unknown, cells = self.unknown.get(column.name, 0), self.cells.get(column.name, 0)
+            if not unknown:
+                continue
+            if isinstance(column, Numbers) and not isinstance(column, Category) and column.role != "whole":
+                noun = "dates or times" if column.role == "time" else "numbers"
+                what = f"{counted(unknown, 'value')} of {cells:,} are no {noun} and count as missing"
+                found.append(f"Column {column.name!r}: {what}")
+            elif cells >= _LEAST_CELLS and unknown / cells >= min(_SAID, max(0.01, _TIMES * column.unseen)):
+                what = f"{unknown:,} of {counted(cells, 'value')} are unknown to the model"
+                before = f"of the validation rows, {column.unseen:.1%} were"
+                found.append(f"Column {column.name!r}: {what}; {before}. Write values as in training")
+        return found
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Columns fitted to the training rows, the label, and how its cells are read. Saved in each checkpoint.
+    """Columns fitted to the training rows, and the label. Saved in each checkpoint.
 
     In the arrays, columns of numbers come first (`dense_BN`, and their buckets in `ids_BF`), then categories
     (`ids_BF`), then bags (`bags_BFL`)."""
 
     columns: tuple[Column, ...]
     label: Label
-    answer: Column
 
     @cached_property
     def numbers(self) -> list[Numbers]:
@@ -44,12 +84,12 @@ class Encoder:
 
     @cached_property
     def categories(self) -> list[Category]:
-        """The columns with one text per row."""
+        """The columns with one value per row that has an embedding."""
         return [c for c in self.columns if isinstance(c, Category) and not isinstance(c, Bag)]
 
     @cached_property
     def bags(self) -> list[Bag]:
-        """The columns with several texts per row."""
+        """The columns with several values per row."""
         return [column for column in self.columns if isinstance(column, Bag)]
 
     @cached_property
@@ -80,121 +120,65 @@ class Encoder:
         """The label's classes, the positive one of two last; empty for numbers."""
         return self.label.classes
 
-    def encode(self, cells: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
-        """Return the arrays of rows, and the number of cells of numbers and times that could not be read and
-        count as missing. cells: those of each of `names`, stripped; None for no value."""
-        cells = cells.of(self.names) if isinstance(cells, Cells) else cells
-        values = {c.name: c.values(cells[c.name]) for c in self.columns}
-        odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
-        return self.arrays(values), sum(odd)
+    @cached_property
+    def _read(self) -> tuple[Column, ...]:
+        """The columns in the order of the arrays."""
+        return (*self.numbers, *self.categories, *self.bags)
 
-    def doubts(self, cells: Mapping[str, pl.Series] | pl.DataFrame) -> list[str]:
-        """Return what is to say of columns whose cells may mean something else than in training."""
-        given = cells.given if isinstance(cells, Cells) else cells  # cleaning is not needed here
-        return [said for column in self.columns if (said := column.doubt(given[column.name]))]
-
-    def answers(self, cells: pl.Series) -> Array:
-        """Return the label's numbers, or the numbers of its classes (B,), of stripped cells that have a
-        value. Raises UserError that names a cell that is neither."""
-        values = self.answer.values(cells)
-        numbers, wanted = values, "a number"
-        if self.classes:
-            places = pl.Series(range(len(self.classes)), dtype=pl.Float64)
-            numbers = values.replace_strict(pl.Series(self.classes), places, default=None)
-            wanted = f"one of the model's classes, {', '.join(map(repr, self.classes[:6]))}"
-        if numbers.null_count():
-            odd = cells.filter(numbers.is_null())[0]
-            raise UserError(
-                f"label {self.label.name!r}: {odd!r} is not {wanted}; correct it, or remove its rows"
-            )
-        return numbers.to_numpy()
-
-    def arrays(
+    def encode(
         self,
-        values: Mapping[str, pl.Series],
-        by_code: Mapping[str, Array] | None = None,
+        frame: pl.DataFrame,
+        no_value: Collection[str] | None = None,
+        unknown: Unknown | None = None,
         longest: int = 1,
     ) -> dict[str, Array]:
-        """Return the arrays of rows, given the values that the columns read.
+        """Return the arrays of the rows of a frame of any container.
 
-        by_code: result of `ids_by_code`, if texts are stored as codes. longest: least width of the bags'
-        array.
+        no_value: texts that mean no value; None for rows of files, see `values.with_gaps`. unknown: gets the
+        counts of unknown values. longest: least width of the bags' array.
         """
-        coded = (*self.categories, *self.bags)
-        if by_code is not None:
-            found = [c.ids_of_codes(values[c.name], by_code[c.name]) for c in coded]
-        else:
-            found = ids_of_columns(coded, [values[c.name] for c in coded])
-        ids_of = {c.name: ids_B for c, ids_B in zip(coded, found, strict=True)}
-        dense, ids = list[Array](), list[Array]()
-        for column in self.numbers:
-            for part, numbers_B in zip(column.parts, column.numbers(values[column.name]), strict=True):
-                # "No value" needs a separate input, as it is standardized to 0, like the mean.
-                scale = part.learned
-                dense.append(standardized(numbers_B, scale.log, scale.mean, scale.std))
-                dense += [np.isnan(numbers_B)] if scale.indicator else []
-                ids += [scale.ids(numbers_B)] if scale.num_ids else []
-        ids += [ids_of[column.name] for column in self.categories]
-        num_rows = len(next(iter(values.values())))
+        dense, ids, bags = list[Array](), list[Array](), list[Array]()
+        for column in self._read:
+            cells = frame.get_column(column.name).alias("")
+            values = column.read(cells, no_value)
+            if unknown is not None:
+                unknown.add(column.name, *column.unknown(cells, values, no_value))
+            if isinstance(column, Numbers):
+                numbers = column.numbers(values)
+                for part, numbers_B in zip(column.parts, numbers, strict=True):
+                    # "No value" needs a separate input, as it is standardized to 0, like the mean.
+                    dense.append(part.learned.standardized(numbers_B))
+                    dense += [np.isnan(numbers_B)] if part.learned.indicator else []
+                ids += column.ids(numbers)
+            elif isinstance(column, Bag):
+                bags.append(column.bag_ids(values))
+            elif isinstance(column, Category):
+                ids.append(column.ids(values))
         arrays = {
-            "ids_BF": _side_by_side(ids, num_rows, np.int32),
-            "dense_BN": _side_by_side(dense, num_rows, np.float32),
+            "ids_BF": _side_by_side(ids, len(frame), np.int32),
+            "dense_BN": _side_by_side(dense, len(frame), np.float32),
         }
-        if self.bags:
-            arrays["bags_BFL"] = one_width([ids_of[bag.name] for bag in self.bags], longest)
-        return arrays
-
-    def ids_by_code(self, texts: Mapping[str, pl.Series]) -> dict[str, Array]:
-        """Return, for each column of texts, the id of each code. texts: the texts of its dictionary, by
-        column."""
-        columns = (*self.categories, *self.bags)
-        # A dictionary's code 0 means no value; its texts are numbered from 1 on.
-        return {c.name: np.insert(c.ids_of(texts[c.name]), 0, MISSING_ID) for c in columns}
+        return arrays | ({"bags_BFL": one_width(bags, longest)} if bags else {})
 
     def written(self, data: TableDataConfig) -> "Encoder":
-        """Return the encoder for files in the notation that `data` sets, such as another decimal mark."""
-        columns = tuple(column.written(data) for column in self.columns)
-        return replace(self, columns=columns, answer=self.answer.written(data))
+        """Return the encoder for texts in the notation that `data` sets, such as another decimal mark."""
+
+        def changed(form: Form) -> Form:
+            comma = form.comma if data.decimal == "auto" else data.decimal == ","
+            return form.model_copy(update={"comma": comma, "dates": data.dateformat or form.dates})
+
+        columns = tuple(c.model_copy(update={"form": changed(c.form)}) for c in self.columns)
+        return replace(self, columns=columns)
 
     def extended(self, newer: "Encoder") -> "Encoder":
-        """Return the encoder with the values that only `newer` has added; old ids keep their meaning. Raises
-        UserError if the label is not the same; call `check_forms` before, which compares the columns."""
-        for what, before, now in (
-            ("labels", self.label.task, newer.label.task),
-            ("classes", list(self.classes), list(newer.classes)),
-        ):
-            if before != now:
-                raise UserError(
-                    f"data.base: {what} were {before} and are now {now}; the earlier model cannot be "
-                    "retrained, train a new one"
-                )
+        """Return the encoder with the values that only `newer` has added; old ids keep their meaning."""
         by_name = {column.name: column for column in newer.columns}
         return replace(self, columns=tuple(c.extended(by_name[c.name]) for c in self.columns))
-
-    def check_forms(self, columns: Sequence[Column]) -> None:
-        """Raise UserError if the columns of newer data cannot be encoded like the columns of this encoder."""
-        before, now = ({c.name: c.form for c in each} for each in (self.columns, columns))
-        for name in before:
-            if name not in now:
-                raise UserError(
-                    f"data.base: column {name!r} of the earlier table is no longer used; use it, or train a "
-                    "new model"
-                )
-            if now[name] != before[name]:
-                raise UserError(
-                    f"data.base: column {name!r} was {before[name]} and is now {now[name]}; the earlier "
-                    "model cannot be retrained, train a new one"
-                )
-        if more := [name for name in now if name not in before]:
-            raise UserError(
-                f"data.base: the earlier table has no column {more[0]!r}; name it in data.ignore, or train a "
-                "new model"
-            )
 
     def covers(self, other: "Encoder") -> bool:
         """Return whether this encoder tells apart all that `other` does: it reads the same columns, scales
         numbers and labels equally, and knows every value that `other` knows."""
-        mine, theirs = ([(c.name, c.form) for c in each.columns] for each in (self, other))
+        mine, theirs = ([(c.name, c.role, c.form) for c in each.columns] for each in (self, other))
         if mine != theirs or self.label != other.label:
             return False
         for column, earlier in zip(self.columns, other.columns, strict=True):
@@ -205,10 +189,8 @@ class Encoder:
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)
-        *columns, answer = (
-            {"role": c.role, **c.model_dump(mode="json")} for c in (*self.columns, self.answer)
-        )
-        page = {"version": ENCODER_VERSION, "columns": columns, "answer": answer, **self.label.facts()}
+        columns = [{"role": c.role, **c.model_dump(mode="json")} for c in self.columns]
+        page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
         write_text(folder / "encoder.json", json.dumps(page, indent=1, ensure_ascii=False))
         # Not in the JSON: with millions of values, reading it would take seconds before each prediction.
         texts = [c.vocabulary.implode() for c in self.columns if c.vocabulary is not None]
@@ -228,9 +210,8 @@ class Encoder:
         with misread(folder):
             # Saved in the order of the columns that have one.
             vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"])
-            columns = [kind_of(each.pop("role")).restored(each, vocabularies) for each in page["columns"]]
-            answer = kind_of(page["answer"].pop("role"))(**page["answer"])
-            return cls(tuple(columns), Label.of(page), answer)
+            columns = [KINDS[each.pop("role")].restored(each, vocabularies) for each in page["columns"]]
+            return cls(tuple(columns), Label.of(page))
 
 
 def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
@@ -269,9 +250,8 @@ def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     numbers = zip(base.numbers, now.numbers, strict=True)
     found = [ids for old, new in numbers for ids in old.ids_of_newer(new)]
     for old, new in zip((*base.categories, *base.bags), (*now.categories, *now.bags), strict=True):
-        # The number of hash buckets is part of `form`, so that it is the same in both.
         hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
-        found.append(np.concatenate([[0, 1], old.ids_of(new.learned), hashed]))
+        found.append(np.concatenate([[0, 1], old.ids(new.learned), hashed]))
     return found
 
 

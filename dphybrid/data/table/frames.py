@@ -5,25 +5,28 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
+import numpy as np
 import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
 from dphybrid.config.tables import RowFiles
-from dphybrid.data.table.cells import FEW, as_texts, by_column, of_objects
-from dphybrid.data.table.files import frame_digest, read_files
-from dphybrid.data.table.rows import Rejected, Rows, check_types
+from dphybrid.data.table.files import Rows, find_files, frame_digest, read_rows
+from dphybrid.data.table.values import is_odd
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import (
     check_target,
     given_path,
     make_folder,
     remove_folder,
+    scratch_folder,
     sync,
     temporary,
     write_text,
@@ -34,9 +37,6 @@ PART_ROWS = 2**20
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
 """Endings of the files that predictions can be written to."""
-_PLAIN = {"str", "string", "int64", "float64", "bool"}
-"""Types of pandas that Python objects represent exactly. Copying up to `FEW` rows as objects takes a third of
-the time of Arrow."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -62,7 +62,8 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
                     raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
-            return pl.DataFrame([of_objects(str(name), cells) for name, cells in by_column(data).items()])
+            names = dict.fromkeys(name for row in data for name in row)
+            return pl.DataFrame([of_objects(str(n), [row.get(n) for row in data]) for n in names])
     except TypeError as error:
         raise UserError(f"{where}: {error}") from error
     except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:
@@ -74,10 +75,6 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
     names = [str(name) for name in frame.columns]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-    if 0 < len(frame) <= FEW and set(map(str, frame.dtypes)) <= _PLAIN:
-        columns = zip(*frame.to_numpy(object, na_value=None).tolist(), strict=True)
-        found = [of_objects(name, cells) for name, cells in zip(names, columns, strict=True)]
-        return pl.DataFrame([c.cast(pl.String) if c.dtype == pl.Null else c for c in found])
     return pl.DataFrame([_column(name, frame.iloc[:, position]) for position, name in enumerate(names)])
 
 
@@ -85,23 +82,54 @@ def _column(name: str, values: Any) -> pl.Series:
     """Return a column of any library."""
     if isinstance(values, pl.Series):
         return values.alias(name)
-    dtype = getattr(values, "dtype", None)
-    if hasattr(values, "iloc") and (str(dtype) == "category" or str(dtype).startswith("dictionary<")):
+    dtype = str(getattr(values, "dtype", None))
+    if hasattr(values, "iloc") and (dtype == "category" or dtype.startswith("dictionary<")):
         values = values.astype("category")
         # As texts: polars knows no categories of numbers, and would drop that they were declared.
-        kinds = of_objects(name, values.cat.categories.to_list(), as_text=str)
+        kinds = of_objects(name, values.cat.categories.to_list()).cast(pl.String)
         codes = pl.Series(values.cat.codes.to_numpy()).cast(pl.Int64)
-        return as_texts(kinds).gather(codes.set(codes < 0, None)).cast(pl.Categorical).alias(name)
-    if hasattr(values, "iloc") and str(dtype) != "object":
+        return kinds.gather(codes.set(codes < 0, None)).cast(pl.Categorical).alias(name)
+    if hasattr(values, "iloc") and dtype != "object":
         try:
             return pl.Series(pl.from_pandas(values)).alias(name)
         except Exception:  # noqa: BLE001 - pyarrow raises many classes for types that it lacks
             return of_objects(name, values.to_list())
-    if str(dtype) == "object" or dtype is None:
+    if dtype in ("object", "None"):
         return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
-    if str(dtype).startswith(("datetime64", "timedelta64")):  # polars has no seconds, such as numpy's default
-        values = values.astype(f"{str(dtype).partition('[')[0]}[us]")
+    if dtype.startswith(("datetime64", "timedelta64")):  # polars has no seconds, such as numpy's default
+        values = values.astype(f"{dtype.partition('[')[0]}[us]")
     return pl.Series(name, values, strict=False)
+
+
+def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
+    """Return a column of Python objects. None, nan, pd.NA and NaT are no value. Raises TypeError for objects
+    that no column can hold."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        elif hasattr(value, "to_pydatetime"):
+            value = value.to_pydatetime()
+        if isinstance(value, list | tuple | np.ndarray):
+            return list(map(plain, value))
+        missing = value is None or type(value).__name__ in ("NAType", "NaTType")
+        # nan would make floats of whole numbers, which hold them up to 2^53 only.
+        return None if missing or (isinstance(value, float) and value != value) else value
+
+    found = list(map(plain, values))
+    types = {type(value) for value in found} - {type(None)}
+    if types == {int} and any(abs(value) >= 2**63 for value in found if value is not None):
+        found = [None if value is None else str(value) for value in found]
+    elif len(types) > 1 and str in types and list not in types:  # numbers beside texts: all are texts
+        found = [value if value is None else str(value) for value in found]
+    column = pl.Series(name, found, strict=False)
+    if column.dtype == pl.Object:
+        odd = next(value for value in found if value is not None)
+        raise TypeError(
+            f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
+            "list; write it as one of these, or leave the column out"
+        )
+    return column
 
 
 def _with_categories(data: Any) -> Any:
@@ -113,9 +141,19 @@ def _with_categories(data: Any) -> Any:
     table = pa.table(data)
     for position, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type):
-            texts = as_texts(pl.Series(table.column(position).cast(field.type.value_type)))
+            texts = pl.Series(table.column(position).cast(field.type.value_type)).cast(pl.String)
             table = table.set_column(position, field.name, texts.cast(pl.Categorical).to_arrow())
     return table
+
+
+def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:
+    """Raise UserError if a column that is not in `ignored` has a type that no table can have."""
+    for name, dtype in schema.items():
+        if is_odd(dtype) and name not in ignored:
+            raise UserError(
+                f"{where}: column {name!r} holds {dtype}, not single values or lists of them; name it in "
+                f"{field}, or write it as text"
+            )
 
 
 def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
@@ -215,40 +253,61 @@ def write_predictions(
     files: Sequence[Path],
     data: RowFiles,
     done: Written,
-    predicted: Callable[[Rows], pl.DataFrame],
+    predicted: Callable[[pl.DataFrame, pl.Series, pl.Series], pl.DataFrame],
     keep: Sequence[str] = (),
     on_progress: Callable[[str, int, int], None] | None = None,
+    named: Sequence[str] = (),
 ) -> None:
     """Write to `done.out` what `predicted` returns for each chunk of the files, and count the rows in `done`.
 
-    predicted: returns frames of one schema. keep: columns of the files to add as texts, if each row gives one
-    prediction. Raises UserError for such a column that the files lack or the predictions have, and as
-    `read_files` and `write_frames` do; nothing is left at `done.out` then.
+    predicted: takes rows, and the file and the line of each; returns frames of one schema. keep: columns of
+    the files to add, if each row gives one prediction. named: columns by which a header is known. Raises
+    UserError for such a column that the files lack or the predictions have, and as `read_rows` and
+    `write_frames` do; nothing is left at `done.out` then.
     """
-    rejected = list[Rejected]()
+    with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+        rows = read_rows(files, data, scratch, named, as_text=True)
+        names, (of_file, lines) = rows.names, rows.lines()
+        if absent := [name for name in keep if name not in names]:
+            raise UserError(f"--keep {absent[0]}: {files[0]} has no such column; columns: {', '.join(names)}")
 
-    def frames() -> Iterator[pl.DataFrame]:
-        for chunk in read_files(files, data, rejected, "predict rows", on_progress):
-            frame = predicted(chunk)
-            if taken := sorted(set(keep).intersection(frame.columns)):
-                raise UserError(
-                    f"--keep {taken[0]}: predictions have a column of that name; rename the table's column"
-                )
-            if absent := [name for name in keep if name not in chunk.names]:
-                raise UserError(
-                    f"--keep {absent[0]}: {chunk.file} has no such column; columns: {', '.join(chunk.names)}"
-                )
-            if keep and len(frame) != len(chunk):
-                raise UserError(f"--keep {keep[0]}: the recipe does not give one prediction per row")
-            done.num_rows += len(chunk)
-            kept = {name: chunk.texts(name).cast(pl.String) for name in keep}
-            yield frame.with_columns(**kept)
+        def frames() -> Iterator[pl.DataFrame]:
+            for chunk in rows.chunks():
+                own = slice(done.num_rows, done.num_rows + len(chunk))
+                frame = predicted(chunk, of_file[own], lines[own])
+                if taken := sorted(set(keep).intersection(frame.columns)):
+                    raise UserError(
+                        f"--keep {taken[0]}: predictions have a column of that name; rename the table's "
+                        "column"
+                    )
+                if keep and len(frame) != len(chunk):
+                    raise UserError(f"--keep {keep[0]}: the recipe does not give one prediction per row")
+                done.num_rows += len(chunk)
+                if on_progress:
+                    on_progress("predict rows", done.num_rows, len(rows))
+                yield frame.with_columns(chunk.get_column(name) for name in keep)
 
-    chunks = frames()
-    # The first chunk decides the file's columns. There is one: a file without rows gives an empty chunk.
-    first = next(chunks)
-    write_frames(chain([first], chunks), dict(first.schema), done.out, rejected)
-    done.num_rejected = len(rejected)
+        chunks = frames()
+        # The first chunk decides the file's columns. There is one: a file without rows gives an empty chunk.
+        first = next(chunks)
+        write_frames(chain([first], chunks), dict(first.schema), done.out, rows.rejected)
+        done.num_rejected = len(rows.rejected)
+
+
+@contextmanager
+def rows_of(path: str, data: RowFiles, named: Sequence[str] = ()) -> Iterator[Rows]:
+    """Read the files that a path names, for the block, as an encoder takes new files: texts stay texts.
+    Raises UserError as `read_rows` does, and for rows that cannot be read, as others would take their
+    places."""
+    with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+        every = data.model_copy(update={"max_rejected": 1.0})
+        rows = read_rows(find_files(path, "data.path"), every, scratch, named, as_text=True)
+        for first in rows.rejected:
+            raise UserError(
+                f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or "
+                "remove it, or use predict_file, which writes line numbers"
+            )
+        yield rows
 
 
 def write_frames(

@@ -1,68 +1,43 @@
-"""The kinds of columns: which columns each claims, how it reads cells, what it learns from the training rows,
-and which inputs a model gets from it.
+"""The kinds of columns: what each learns from the training rows, and which inputs a model gets from it. The
+kind follows from the reader's type, the name and the repetition of values, never from the label.
 
-A new kind is a subclass of `Column` and an entry of `KINDS`: the flag that lists such columns, its keys in
-schema.toml and its part of the saved encoder follow from the class. Ids: 0 = no value, 1 = unknown value.
-Letters: B rows, N dense columns, L items of a bag.
+Ids: 0 = no value, 1 = unknown value. Letters: B rows, V values, L items of a bag.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache, cached_property
-from typing import Any, Literal, Self, cast
+import re
+import zlib
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import polars as pl
-from pydantic import Field, create_model
+from pydantic import ConfigDict, Field
 
-from dphybrid.config import Names
+from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import (
-    DASHES,
-    FEW,
+from dphybrid.data.table.numbers import Scale, fit_scale
+from dphybrid.data.table.values import (
+    EXACT,
     FIRST_ID,
-    IS_LIST,
+    FLAG_WORDS,
     MISSING_ID,
+    NAMES_AN_ID,
     UNKNOWN_ID,
-    Notation,
+    Array,
+    Form,
     bag_ids,
-    ids_of,
+    is_odd,
     items_of,
-    number_texts,
-    numbers_of,
-    read_numbers,
-    read_times,
-    texts_of,
-    time_parts,
-    words_of,
+    type_of,
+    typed,
+    unit_of,
+    with_gaps,
 )
-from dphybrid.data.table.column import Array, Column, Sample, TrainingValues
-from dphybrid.data.table.numbers import (
-    USUAL,
-    WITH_MARKS,
-    Scale,
-    are_numbers,
-    dashes_of,
-    fit_scale,
-    flag_of,
-    has_leading_zeros,
-    how_dates_are_read,
-    is_day_first,
-    is_free_text,
-    looks_like_dates,
-    may_be_grouped,
-    not_numbers,
-    notation_of,
-    numbers_rows,
-    repeat,
-    separator_of,
-    unlike,
-    why_not_numeric,
-)
-from dphybrid.util.errors import UserError, counted
-from dphybrid.util.text import as_flags
+from dphybrid.util.errors import UserError
 
+FIT_ROWS = 2**18
+"""Maximum number of training rows, evenly spaced, from which kinds and the statistics of numbers follow."""
 _ROW_NUMBERS = 20
 """Fewest rows for which a column of increasing numbers is taken for a row number."""
 _ROW_GAPS = 0.05
@@ -70,77 +45,119 @@ _ROW_GAPS = 0.05
 _BUCKET_ROWS = 4096
 """Fewest training rows per bucket, unless schema.toml asks for more buckets: with fewer, an embedding
 memorises its rows. docs/quality.md compares 128 with 4,096."""
-_SOME = 20
-"""Cells that are looked at before all cells of a column."""
+_KNOTS = 128
+"""Knots of a number's encoding: of more different whole numbers, it does not tell all apart."""
+_REPEATED = 0.25
+"""Whole numbers repeat if this share of the rows holds a value that occurs again."""
 _INT32_MAX = 2**31 - 1
 """Largest int32: ids are stored as such."""
+
+_NUMBERS_ROWS = re.compile(
+    r"^(?:|0|#|n|x|unnamed.*|(?:.*[\W_])?(?:index|idx|rows?|rownames?|row_?num|row_?number|line|record|number"
+    r"|num|seq|sequence|serial|obs|case))$",
+    re.IGNORECASE,
+)
+_NAMES_A_TIME = re.compile(
+    r"(?:^|[\W_])(?i:(?:unix|epoch)?_?(?:review)?(?:time|timestamp|date|datetime|ts))(?:$|[\W_])"
+    r"|[a-z](?:Time|Timestamp|Date|TS)$|(?:_at|At)$"
+)
+
+
+class Column(Section):
+    """A column of a table. The fields of its subclasses are keys of its section in schema.toml.
+
+    Attributes:
+        role: The kind's name.
+        form: What its values are.
+        unseen: The share of values in the validation rows that training does not know, or that are no values
+            of the column's type.
+        learned: What it learned from the training rows.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    role: ClassVar[str] = ""
+
+    name: str
+    form: Form = Form()
+    unseen: float = 0.0
+    learned: Any = None
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return the fields that a section of schema.toml may have."""
+        return {name: field for name, field in cls.model_fields.items() if name not in Column.model_fields}
+
+    def read(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
+        """Return the values of cells of any container; None for no value and for cells of another type.
+        no_value: as for `values.with_gaps`."""
+        return typed(cells, self.form, no_value)
+
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        """Return the column fitted to the values of the training rows."""
+        return self
+
+    def unknown(
+        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
+    ) -> tuple[int, int]:
+        """Return how many cells have a value, and how many of these training does not know, or are no values
+        of the column's type. values: `read` of the cells."""
+        filled = len(cells) - with_gaps(cells, no_value).null_count()
+        return filled, max(0, filled - (len(values) - values.null_count()))
+
+    def extended(self, newer: "Column") -> Self:
+        """Return the column with the values that only `newer` has added; its ids and statistics stay."""
+        return self
+
+    def covers(self, earlier: Self) -> bool:
+        """Return whether this column tells apart all that `earlier` does."""
+        return bool(self.learned == earlier.learned)
+
+    @property
+    def vocabulary(self) -> pl.Series | None:
+        """The learned values that have an id each, as texts; None for a column without."""
+        return None
+
+    @classmethod
+    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
+        """Return the column that was saved as `values`, with the next one of the saved vocabularies if it has
+        one."""
+        return cls(**values)
+
+    @property
+    def tables(self) -> list[tuple[str, str, int]]:
+        """Name, role and number of ids of each embedding table that the column needs."""
+        return []
 
 
 class Ignore(Column):
     """A column that is not read."""
 
     role = "ignore"
-    lists = True
-    flag = "ignore"
-    flag_help = "Columns to leave out, separated by commas."
-
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        if not len(sample.cells):
-            return "no values" if sample.whole else None
-        if sample.cells.dtype != pl.String or sample.declared:
-            return None
-        # A model would learn from a row number when a row was written, and new rows are beyond all of them.
-        if not numbers_rows(sample.name):
-            return None
-        numbers = number_texts(sample.cells).cast(pl.Int64, strict=False)
-        counts = len(numbers) == sample.num_rows >= _ROW_NUMBERS and not numbers.null_count()
-        if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
-            return None
-        span = int(numbers[-1]) - int(numbers[0])
-        return "a row number" if span < (1 + _ROW_GAPS) * sample.num_rows else None
-
-
-class Notated(Column):
-    """A column whose cells may be numbers, and how they are written."""
-
-    decimal: Literal[".", ","] = Field(default=".", examples=["."])
-    """Decimal mark."""
-    thousands: Literal["", ",", ".", " ", "'", "_"] = Field(default="", examples=[""])
-    """Thousands separator; empty: none."""
-    marks: bool = Field(default=False, examples=[False])
-    """true reads $5, 7 %, (0.13) as -0.13, and durations such as 2h20m and 1:02:30 as seconds."""
-
-    @classmethod
-    def inferred(cls, sample: Sample) -> dict[str, Any]:
-        return dict(zip(("decimal", "thousands", "marks"), notation_of(sample)[0], strict=True))
-
-    @property
-    def notation(self) -> Notation:
-        """How the column writes numbers."""
-        return self.decimal, self.thousands, self.marks
 
 
 class Numbers(Column):
     """One or more numbers per cell: standardized, and in quantile buckets with an embedding each."""
 
+    form: Form = Form(type="number")
     scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
     """log: logarithm, then standardized; standard: standardized; none: as is; auto: log for heavy tails."""
     buckets: int | None = Field(default=None, ge=0, le=4096, examples=[32])
     """Quantile buckets, each with its own embedding; 0: none."""
 
     @property
-    @abstractmethod
     def parts(self) -> "tuple[Numeric, ...]":
         """The numeric columns that this column becomes, each with one number per cell."""
-
-    def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        # Infinite numbers and dashes were read as None, too, but count as no value.
-        return not_numbers(cells, values)
+        return ()
 
     def numbers(self, values: pl.Series) -> list[Array]:
         """Return the numbers (B,) of each part, nan for no value."""
-        return [values.to_numpy()]
+        return [values.fill_null(np.nan).to_numpy()]
+
+    def ids(self, numbers: list[Array]) -> list[Array]:
+        """Return the ids (B,) of each of the tables."""
+        scales = (part.learned for part in self.parts)
+        return [s.bucket_ids(n) for s, n in zip(scales, numbers, strict=True) if s.num_ids]
 
     @property
     def tables(self) -> list[tuple[str, str, int]]:
@@ -150,52 +167,21 @@ class Numbers(Column):
         """Return, for each of the tables, an array that maps the ids of `newer` to this column's."""
         return [np.arange(num_ids) for _, _, num_ids in self.tables]
 
+    def _scale_of(self, numbers_B: Array, data: TableDataConfig, buckets: int | None) -> Scale:
+        # With few rows, few buckets: otherwise an embedding would learn single rows.
+        most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
+        return fit_scale(numbers_B, min(data.buckets, most) if buckets is None else buckets, self.scale)
 
-class Numeric(Notated, Numbers):
+
+class Numeric(Numbers):
     """A number."""
 
     role = "numeric"
-    flag = "numeric"
-    flag_help = "Columns to read as numbers, separated by commas; roles of unlisted columns are inferred."
-    noun = "number"
-
     learned: Scale = Scale()
 
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        if not len(sample.cells) or why_not_numeric(sample) is not None:
-            return None
-        column = cls(name=sample.name, **cls.inferred(sample))
-        none = sample.cells.filter(column.read(sample.cells).is_null())
-        notes = dashes_of(none)
-        infinite = len(none) - int(none.is_in(DASHES).sum())
-        if infinite:
-            notes.append(
-                f"{counted(infinite, 'infinite number counts', 'infinite numbers count')} as no value"
-            )
-        notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
-        notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
-        if column.marks:
-            lengths = sample.cells.head(_SOME).str.contains("[hms:]").any()
-            notes.append("durations in seconds" if lengths else "numbers without their marks")
-            notes += unlike(sample.cells)
-        usual = column.notation == USUAL
-        if usual and not sample.typed and (grouped := may_be_grouped(sample.cells)):
-            notes.append(f"{grouped!r} is {float(grouped):g}; --data.thousands . reads thousands instead")
-        return ", ".join(notes) + "; --data.decimal and --data.thousands override this" * (not usual)
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        return numbers_of(cells, *self.notation)
-
-    def fitted(self, training: TrainingValues) -> Self:
-        return self._fitted_to(training.numbers().to_numpy(), training.data)
-
-    def _fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
-        """Return the column fitted to numbers (B,) of the training rows, nan for no value."""
-        # With few rows, few buckets: otherwise an embedding would learn single rows.
-        most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
-        buckets = min(data.buckets, most) if self.buckets is None else self.buckets
-        return self.model_copy(update={"learned": fit_scale(numbers_B, buckets, self.scale)})
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        (numbers_B,) = self.numbers(train.gather_every(step_of(len(train))))
+        return self.model_copy(update={"learned": self._scale_of(numbers_B, data, self.buckets)})
 
     @property
     def parts(self) -> "tuple[Numeric, ...]":
@@ -207,31 +193,26 @@ class Whole(Numeric):
     row of unknown values."""
 
     role = "whole"
-    flag = "whole"
-    flag_help = (
-        "Columns to read as whole numbers that also have an embedding for each value, separated by commas."
-    )
 
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        if not len(sample.cells) or why_not_numeric(sample) is not None or not repeat(sample):
-            return None
-        said = super().claims(sample)
-        return "whole numbers that repeat: a row for each value, and the number" + (
-            f", {said}" if said else ""
-        )
-
-    def fitted(self, training: TrainingValues) -> Self:
-        values = training.every().drop_nulls().rename("value")
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        values = train.drop_nulls().rename("value")
         counts = values.filter(values == values.floor()).value_counts(name="rows")
-        known = counts.filter(pl.col("rows") >= training.data.min_count)["value"].cast(pl.Int64).sort()
-        found = self.model_copy(update={"buckets": 0})._fitted_to(
-            training.numbers().to_numpy(), training.data
-        )
-        return found._with(known)
+        known = counts.filter(pl.col("rows") >= data.min_count)["value"].cast(pl.Int64).sort()
+        (numbers_B,) = self.numbers(train.gather_every(step_of(len(train))))
+        return self._with(self._scale_of(numbers_B, data, 0), known)
 
-    def _with(self, known: pl.Series) -> Self:
-        return self.model_copy(update={"learned": Scale(**dict(self.learned) | {"known": known})})
+    def _with(self, scale: Scale, known: pl.Series) -> Self:
+        return self.model_copy(update={"learned": Scale(**dict(scale) | {"known": known})})
+
+    def ids(self, numbers: list[Array]) -> list[Array]:
+        return [self.learned.value_ids(numbers[0])]
+
+    def unknown(
+        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
+    ) -> tuple[int, int]:
+        filled, odd = super().unknown(cells, values, no_value)
+        (ids_B,) = self.ids(self.numbers(values))
+        return filled, odd + int((ids_B == UNKNOWN_ID).sum())
 
     @property
     def tables(self) -> list[tuple[str, str, int]]:
@@ -244,11 +225,12 @@ class Whole(Numeric):
 
     def extended(self, newer: Column) -> Self:
         newer_V = cast(Whole, newer).known
-        return self._with(pl.concat([self.known, newer_V.filter(~newer_V.is_in(self.known.implode()))]))
+        more_V = newer_V.filter(~newer_V.is_in(self.known.implode()))
+        return self._with(self.learned, pl.concat([self.known, more_V]))
 
     def ids_of_newer(self, newer: Numbers) -> list[Array]:
-        newer_V = cast(Whole, newer).known.to_numpy()
-        return [np.concatenate([[MISSING_ID, UNKNOWN_ID], self.learned.ids(newer_V)])]
+        newer_V = cast(Whole, newer).known.cast(pl.Float64).to_numpy()
+        return [np.concatenate([[MISSING_ID, UNKNOWN_ID], self.learned.value_ids(newer_V)])]
 
     def covers(self, earlier: Self) -> bool:
         same = [one.learned.model_dump(exclude={"known"}) for one in (self, earlier)]
@@ -260,44 +242,22 @@ class Whole(Numeric):
 
     @classmethod
     def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
-        return cls(**values)._with(next(vocabularies).cast(pl.Int64))
+        column = cls(**values)
+        return column._with(column.learned, next(vocabularies).cast(pl.Int64))
 
 
 class Time(Numbers):
     """Dates and times, as three numbers: the hour, the weekday (1: Monday) and the days since 1970."""
 
     role = "time"
-    flag = "times"
-    flag_help = (
-        "Columns to read as dates or times, separated by commas: hour, weekday and day become numbers. Dates "
-        "are inferred if the order of day and month is clear."
-    )
-    noun = "date or time"
-
-    dayfirst: bool = Field(default=False, examples=[False])
-    """true reads 3/12/2024 as 3 December, false as 12 March."""
+    form: Form = Form(type="time")
     learned: tuple[Numeric, ...] = ()
 
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        first = is_day_first(sample.cells, sample.data)
-        if sample.declared or first is None or not looks_like_dates(sample.cells, first):
-            return None
-        how = [*dashes_of(sample.cells), *how_dates_are_read(sample.cells, first)]
-        return f"{', '.join(['dates or times', *how])}; --data.categorical reads them as categories"
-
-    @classmethod
-    def inferred(cls, sample: Sample) -> dict[str, Any]:
-        return {"dayfirst": bool(is_day_first(sample.cells, sample.data))}
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        return read_times(cells, self.dayfirst)
-
-    def fitted(self, training: TrainingValues) -> Self:
-        values = training.numbers()
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        sample = train.gather_every(step_of(len(train)))
         parts = [
-            Numeric(name=name, scale=self.scale, buckets=self.buckets)._fitted_to(numbers_B, training.data)
-            for name, numbers_B in zip(self.part_names, self.numbers(values), strict=True)
+            Numeric(name=name, learned=self._scale_of(numbers_B, data, self.buckets))
+            for name, numbers_B in zip(self.part_names, self.numbers(sample), strict=True)
         ]
         return self.model_copy(update={"learned": tuple(parts)})
 
@@ -311,97 +271,49 @@ class Time(Numbers):
         return self.learned
 
     def numbers(self, values: pl.Series) -> list[Array]:
-        return time_parts(values)
+        parts = (values.dt.hour(), values.dt.weekday(), values.dt.date().cast(pl.Int32))
+        return [part.cast(pl.Float64).fill_null(np.nan).to_numpy() for part in parts]
 
 
-class Category(Notated):
-    """Texts with an embedding each."""
+class Category(Column):
+    """A value with an embedding each; the most frequent ones first."""
 
     role = "categorical"
-    flag = "categorical"
-    flag_help = "Columns to read as categories, separated by commas."
-    coded = True
 
     min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
     """Values in fewer training rows than this count as the unknown value."""
-    top: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[10000])
-    """Give only this many values, the most frequent ones, their own embedding."""
     hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
     """Embeddings that all other values share by a hash, instead of a single unknown one."""
-    ignore_case: bool = Field(default=False, examples=[False])
-    """true reads Yes and yes as the same value."""
-    type: str = Field(default="text", pattern="^(text|number|[^/]+/[^/]+)$", examples=["text"])
-    """What the values are, however a file or frame stores them. number: 7 and 7.0 are one value; false/true:
-    a flag, where True, 1 and yes are one value, known by the words given. Inferred from the first rows."""
     # Excluded: the encoder saves the texts of all columns in one Parquet file.
     learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
     """The values with their own id, in the order of their ids."""
 
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        cells = sample.cells
-        if not len(cells):
-            return f"no values in the first {sample.num_rows:,} rows"
-        if why := why_not_numeric(sample):
-            return why
-        by_case = (
-            cells.to_frame("one").unique().group_by(pl.col("one").str.to_lowercase().alias("low")).agg("one")
-        )
-        several = by_case.filter(pl.col("one").list.len() > 1).sort("low")["one"]
-        if not len(several):
-            return ""
-        if "/" in cls._type_of(sample):
-            return "upper and lower case count as equal"
-        first, second, *_ = sorted(several[0])
-        return (
-            f"{first!r} and {second!r} differ only in case; ignore_case = true in schema.toml makes them one"
-        )
+    def read(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
+        values = super().read(cells, no_value).cast(pl.String)
+        if self.form.type == "text":
+            return values
+        # What is no value of the type, such as 7.5 among whole numbers, is unknown, not missing.
+        cells = with_gaps(cells, no_value)
+        odd = values.is_null() & cells.is_not_null()
+        if self.form.none and odd.any():
+            none = pl.Series(self.form.none, dtype=pl.Float64).implode()
+            odd &= ~cells.cast(pl.Float64, strict=False).is_in(none).fill_null(False)
+        return values.set(odd, "\0") if odd.any() else values
 
-    @classmethod
-    def inferred(cls, sample: Sample) -> dict[str, Any]:
-        found = cls._type_of(sample)
-        return {"type": found} | (super().inferred(sample) if found == "number" else {})
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        least = data.min_count if self.min_count is None else self.min_count
+        counts = train.drop_nulls().rename("value").value_counts(name="rows")
+        # Ties are broken by the text, as the order of groups depends on threads.
+        known = counts.filter(pl.col("rows") >= least).sort(["rows", "value"], descending=[True, False])
+        return self._with(known["value"])
 
-    @staticmethod
-    def _type_of(sample: Sample) -> str:
-        if sample.cells.dtype != pl.String or not len(sample.cells):
-            return "text"
-        return flag_of(sample.cells) or ("number" if are_numbers(sample) else "text")
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        return texts_of(cells, self.type, self.notation, self.ignore_case)
-
-    @cached_property
-    def _with_zeros(self) -> str:
-        """A learned text that is a number with a leading zero; empty if there is none."""
-        found = self.learned.filter(self.learned.str.contains(r"^0\d+$")).head(1)
-        return "".join(found.to_list())
-
-    def doubt(self, cells: pl.Series) -> str:
-        if cells.dtype.is_float() and self.type == "number" and (cells.fill_nan(0).abs() >= 2**53).any():
-            return f"Column {self.name!r} holds floats beyond 2^53, which merge ids; give integers or texts"
-        if cells.dtype == pl.String and self.type == "number":
-            unread = cells.filter(cells.str.contains(WITH_MARKS))
-            unread = unread.filter(read_numbers(unread, *self.notation).is_null())
-            if len(unread):
-                how = "training had numbers without such marks; data.thousands and data.decimal name them"
-                return f"Column {self.name!r} holds {unread[0]!r}, but {how}"
-        if not (cells.dtype.is_numeric() and self._with_zeros):
-            return ""
-        texts = f"texts such as {self._with_zeros!r}"
-        return f"Column {self.name!r} holds numbers, but training had {texts}; write them as such texts"
-
-    def fitted(self, training: TrainingValues) -> Self:
-        texts, counts = training.texts()
-        return self.kept(texts, counts, training.data.min_count if self.min_count is None else self.min_count)
-
-    def kept(self, texts: pl.Series, counts: Array, least: int) -> Self:
-        """Return the column with the texts that occur in at least `least` training rows, most frequent
-        first."""
-        seen = pl.DataFrame({"value": texts, "rows": counts}).filter(pl.col("rows") >= least)
-        # Ties are broken by the text, as the order in which texts arrive may depend on threads.
-        kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
-        return self._with(kept if self.top is None else kept.head(self.top))
+    def unknown(
+        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
+    ) -> tuple[int, int]:
+        filled, odd = super().unknown(cells, values, no_value)
+        ids_B = self.ids(values)
+        least = FIRST_ID + len(self.learned)  # ids of hash buckets
+        return filled, odd + int(((ids_B == UNKNOWN_ID) | (ids_B >= least)).sum())
 
     def covers(self, earlier: Self) -> bool:
         return bool(earlier.learned.is_in(self.learned.implode()).all())
@@ -424,11 +336,8 @@ class Category(Notated):
         return type(self)(**values | {"learned": texts})
 
     @property
-    def form(self) -> str:
-        return f"{self.role} with {self.hash_buckets} hash buckets" if self.hash_buckets else self.role
-
-    @property
     def num_ids(self) -> int:
+        """Number of ids, with those of no value, of unknown values and of hash buckets."""
         return FIRST_ID + len(self.learned) + self.hash_buckets
 
     @property
@@ -436,52 +345,21 @@ class Category(Notated):
         return [(self.name, self.role, self.num_ids)]
 
     @cached_property
-    def _known(self) -> dict[str | None, int]:
-        """The id of each learned text, and of None (no value)."""
-        return {None: MISSING_ID, **{text: n for n, text in enumerate(self.learned.to_list(), FIRST_ID)}}
-
-    @property
-    def _key(self) -> str:
-        # Not the bare name: polars reads `*` and `^...$` as patterns.
-        return f"texts of {self.name}"
-
-    @cached_property
-    def _expression(self) -> pl.Expr:
-        """Expression for the ids of a frame's column `_key`. Cached, as the time to give polars an Enum grows
-        with the number of its texts."""
-        texts = pl.col(self._key)
-        codes = texts.cast(pl.Enum(self.learned), strict=False).to_physical().cast(pl.Int32)
-        ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
-        return pl.when(texts.is_null()).then(MISSING_ID).otherwise(ids).alias(self._key)
-
-    def ids_of(self, texts: pl.Series) -> Array:
-        """Return the id (B,) of each text (None: no value)."""
-        if self.takes_engine(texts):
-            return pl.DataFrame([texts.alias(self._key)]).select(self._expression).to_series().to_numpy()
-        return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
-
-    def takes_engine(self, texts: pl.Series) -> bool:
-        """Return whether polars finds the ids of these texts. Hash buckets need crc32, which it lacks; for
-        few rows, its engine takes longer to start."""
-        return not self.hash_buckets and len(texts) > FEW
+    def _known(self) -> pl.Enum:
+        return pl.Enum(self.learned)  # cached, as making it takes time that grows with the number of texts
 
     def ids(self, values: pl.Series) -> Array:
-        """Return the ids (B,) of the values that `read` returned; of a bag (B, L)."""
-        return self.ids_of(values)
-
-    def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
-        """Return the ids of values that are stored as codes of a `Dictionary`."""
-        return ids_by_code.take(codes.to_numpy())
-
-
-def ids_of_columns(columns: Sequence[Category], values: Sequence[pl.Series]) -> list[Array]:
-    """Return `ids` of several columns, as far as possible from one call of polars: each takes 0.2 ms to
-    start."""
-    pairs = list(zip(columns, values, strict=True))
-    plain = [(c, texts) for c, texts in pairs if type(c) is Category and c.takes_engine(texts)]
-    frame = pl.DataFrame([texts.alias(c._key) for c, texts in plain])
-    found = frame.select(c._expression for c, _ in plain) if plain else frame
-    return [found.get_column(c._key).to_numpy() if c._key in found else c.ids(each) for c, each in pairs]
+        """Return the id (B,) of each value (None: no value)."""
+        codes = values.cast(self._known, strict=False).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+        ids_B: Array = np.where(codes < 0, UNKNOWN_ID, codes + FIRST_ID).astype(np.int32)
+        if self.hash_buckets:
+            first = FIRST_ID + len(self.learned)
+            for place in np.flatnonzero(codes < 0).tolist():
+                # Not hash(): Python salts it differently in each process.
+                ids_B[place] = first + zlib.crc32(str(values[place]).encode()) % self.hash_buckets
+        if values.null_count():
+            ids_B[values.is_null().to_numpy()] = MISSING_ID
+        return ids_B
 
 
 class Bag(Category):
@@ -489,11 +367,6 @@ class Bag(Category):
     that occurs twice counts twice."""
 
     role = "bag"
-    lists = True
-    flag = "bags"
-    flag_help = (
-        "Columns to read as bags (several values in a cell, such as drama|comedy), separated by commas."
-    )
 
     separator: str = Field(default="|", min_length=1, examples=["|"])
     """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
@@ -501,119 +374,207 @@ class Bag(Category):
     max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
     """Number of items of a cell that are looked up, from the first one on."""
 
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        # Texts such as drama|comedy are only pointed out to the user; see `why_not_numeric`.
-        are_lists = sample.cells.dtype == pl.List or separator_of(sample.cells, is_bag=False) == "[]"
-        return "lists" if are_lists else None
+    def read(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
+        cells = cells if cells.dtype == pl.List else with_gaps(cells, no_value)
+        lists = items_of(cells, self.separator, self.max_items)
+        numbers = lists.list.len().fill_null(0)
+        flat = super().read(lists.filter(numbers > 0).explode())
+        rows = pl.Series("row", np.repeat(np.arange(len(lists), dtype=np.uint32), numbers.to_numpy()))
+        found = pl.DataFrame([rows, flat.alias("item")]).group_by("row", maintain_order=True).agg("item")
+        every = pl.DataFrame({"row": pl.int_range(len(lists), dtype=pl.UInt32, eager=True)})
+        joined = every.join(found, "row", "left", maintain_order="left")["item"]
+        return joined.alias(cells.name)
 
-    @classmethod
-    def inferred(cls, sample: Sample) -> dict[str, Any]:
-        mark = "" if sample.cells.dtype == pl.List else sample.separator
-        if mark == "auto":
-            mark = separator_of(sample.cells, is_bag=True)
-        found = {"separator": mark} if mark else {}
-        items = items_of(sample.cells, mark or "|").explode().drop_nulls()
-        numbers = super().inferred(replace(sample, cells=items))
-        return found | (numbers if numbers["type"] == "number" else {})
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        return super().fitted(train.explode().drop_nulls(), data)
 
-    @property
-    def form(self) -> str:
-        return f"a bag with {self.separator!r} between items, at most {self.max_items} of a cell" + (
-            f", {self.hash_buckets} hash buckets" if self.hash_buckets else ""
+    def unknown(
+        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
+    ) -> tuple[int, int]:
+        ids_B = super().ids(values.explode().drop_nulls())
+        return len(ids_B), int(((ids_B == UNKNOWN_ID) | (ids_B >= FIRST_ID + len(self.learned))).sum())
+
+    def bag_ids(self, values: pl.Series) -> Array:
+        """Return the ids (B, L) of the items, padded."""
+        return bag_ids(values, super().ids)
+
+
+KINDS: dict[str, type[Column]] = {k.role: k for k in (Numeric, Whole, Time, Category, Bag, Ignore)}
+
+
+def step_of(num_rows: int) -> int:
+    """Return the distance of rows of a sample of `FIT_ROWS`, evenly spaced: files are often sorted."""
+    return max(1, -(-num_rows // FIT_ROWS))
+
+
+def column_of(
+    name: str,
+    every: pl.Series,
+    train: pl.Series,
+    role: str | None,
+    given: dict[str, Any],
+    data: TableDataConfig,
+    form: Form,
+) -> tuple[Column, str]:
+    """Return a column of the given role, else of the one that fits, and the reason if it is to be said.
+
+    every, train: cells of all rows and of the training rows, as the reader typed them. given: its section of
+    the schema. form: how the reader found its texts written. Raises UserError if the cells do not fit the
+    given role.
+    """
+    if role == "ignore":
+        return Ignore(name=name), "as given"
+    if is_odd(train.dtype):
+        if role:
+            raise UserError(
+                f"column {name!r} holds {train.dtype}, not single values or lists of them; write it otherwise"
+            )
+        return Ignore(
+            name=name
+        ), f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
+    cells = train if train.dtype == pl.List else with_gaps(train, None)
+    sample = cells.gather_every(step_of(len(cells)))
+    if role is None and counts_rows(name, every):
+        return Ignore(name=name), "a row number"
+    found, why, form = _role_of(name, sample, cells, form, role)
+    role, why = role or found, "as given" if role and not why.startswith("!") else why.lstrip("!")
+    kind = KINDS[role]
+    given = {key: value for key, value in given.items() if key in kind.options()}
+    if kind is Bag:
+        if "separator" not in given and train.dtype == pl.String:
+            texts = sample.drop_nulls().head(20)
+            given = given | {"separator": "[]" if texts.str.starts_with("[").all() else "|"}
+        inner = type_of(getattr(train.dtype, "inner", pl.String()))
+        return Bag(name=name, form=Form(type=cast(Any, inner)), **given), why
+    if train.dtype == pl.List:
+        raise UserError(
+            f"column {name!r} holds lists, but {role} columns need single values; name it in data.bags or "
+            "data.ignore, or write single values"
+        )
+    form = form_as(role, sample, form)
+    if form.type in ("number", "whole"):
+        form = form.model_copy(update={"none": none_of(data.missing)})
+    column = kind(name=name, form=form, **given)
+    if role in ("numeric", "whole", "time"):
+        _check_readable(column, cells, data)
+    return column, why
+
+
+def none_of(missing: Collection[str] | None) -> tuple[float, ...]:
+    """Return the numbers among texts that mean no value."""
+    texts = pl.Series([*(missing or ())], dtype=pl.String)
+    return tuple(texts.cast(pl.Float64, strict=False).drop_nulls())
+
+
+def form_as(role: str, sample: pl.Series, form: Form) -> Form:
+    """Return the form of the values of a column with a role."""
+    if role in ("numeric", "whole"):
+        return form.model_copy(update={"type": "number"})
+    if role == "time":
+        zone = getattr(sample.dtype, "time_zone", None) or form.zone
+        return form.model_copy(update={"type": "time", "zone": zone})
+    found = type_of(sample.dtype)
+    if found == "number":  # whole numbers beside a missing value are floats in pandas
+        known = sample.drop_nulls().cast(pl.Float64, strict=False)
+        found = "whole" if bool((known == known.floor()).all()) else "number"
+    if found == "whole" and _largest(sample) > EXACT:
+        found = "text"
+    if found == "text" and _is_flag(sample):
+        found = "flag"
+    return form.model_copy(update={"type": found})
+
+
+def _check_readable(column: Column, cells: pl.Series, data: TableDataConfig) -> None:
+    values = typed(cells, column.form.model_copy(update={"none": ()}))
+    odd = cells.filter(cells.is_not_null() & values.is_null())
+    if len(odd) > data.max_rejected * len(cells):
+        noun = "date or time" if column.role == "time" else "number"
+        raise UserError(
+            f"data.{'times' if column.role == 'time' else column.role}: column {column.name!r} holds "
+            f"{odd[0]!r}, not a {noun}, in {len(odd):,} of {len(cells):,} rows; correct the column, list the "
+            "text in data.missing, or name the column in data.categorical"
         )
 
-    def items(self, cells: pl.Series, most: int | None = None) -> pl.Series:
-        """Return the items of cells as lists, stripped and without empty ones."""
-        return items_of(cells, self.separator, most)
 
-    def read(self, cells: pl.Series) -> pl.Series:
-        return super().read(self.items(cells, self.max_items))
-
-    def doubt(self, cells: pl.Series) -> str:
-        if cells.dtype != pl.String or type(self) is not Bag:
-            return ""
-        for mark in (";", "|", ","):
-            with_mark = cells.head(_SOME).drop_nulls()
-            with_mark = with_mark.filter(with_mark.str.contains(mark, literal=True))
-            if not len(with_mark) or mark == self.separator or with_mark.str.contains(IS_LIST).all():
-                continue
-            if not self.items(with_mark).explode().is_in(self.learned.implode()).any():
-                how = f"lists or items between {self.separator!r}"
-                return f"Column {self.name!r} holds {with_mark[0]!r}, but training had {how}; write them so"
-        return ""
-
-    def left_out(self, cells: pl.Series, values: pl.Series) -> int:
-        """Return how many cells hold more items than are looked up. values: `read` of the cells."""
-        full = cells.filter(values.list.len() == self.max_items)  # no other cell can hold more
-        return int((self.items(full).list.len() > self.max_items).sum())
-
-    def ids(self, values: pl.Series) -> Array:
-        return bag_ids(values, self.ids_of)
-
-    def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
-        return bag_ids(codes, lambda items: ids_by_code.take(items.to_numpy()))
-
-
-class Text(Bag):
-    """A free text, read as the bag of its lower-cased words."""
-
-    role = "text"
-    lists = False
-    flag = "text"
-    flag_help = "Columns to read as free text (a bag of words), separated by commas."
-
-    @classmethod
-    def claims(cls, sample: Sample) -> str | None:
-        if sample.declared or not is_free_text(sample.cells):
-            return None
-        flag = as_flags({"data.categorical": [sample.name]})
-        return f"free text, read as its words; {flag} reads each text as one value"
-
-    @classmethod
-    def inferred(cls, sample: Sample) -> dict[str, Any]:
-        return {}
-
-    @property
-    def form(self) -> str:
-        return f"words, at most {self.max_items} of a cell"
-
-    def items(self, cells: pl.Series, most: int | None = None) -> pl.Series:
-        return words_of(cells, most)
+def _role_of(
+    name: str, sample: pl.Series, cells: pl.Series, form: Form, given: str | None
+) -> tuple[str, str, Form]:
+    """Return the role of a column, why, and the form of its values. given: the role that the user gives; a
+    reason that begins with ! is said then, too."""
+    known, kind = sample.drop_nulls(), type_of(sample.dtype)
+    if sample.dtype == pl.List or isinstance(sample.dtype, pl.Array):
+        return "bag", "lists", form
+    if not len(known):
+        return ("ignore", "no values", form) if not cells.count() else ("categorical", "", form)
+    if kind == "time":
+        either = form.dates[:2] in ("%d", "%m") and int(cast(int, known.dt.day().max())) <= 12
+        return "time", f"!dates are read as {form.dates}; --data.dateformat says otherwise" * either, form
+    if kind in ("whole", "number") and sample.dtype != pl.Duration:
+        return _role_of_numbers(name, known, cells, form, given)
+    if kind == "number":
+        return "numeric", "in seconds", form
+    if kind == "text" and sample.dtype == pl.String and given is None:
+        some = known.head(1000)
+        if some.str.contains(r"(?s)^\[.*\]$").all():
+            return "bag", "lists in brackets", form
+        if float(some.str.contains("|", literal=True).mean() or 0) > 0.5:  # type: ignore[arg-type]
+            return (
+                "categorical",
+                f"most cells hold '|'; --data.bags '{name}:|' reads the items between the marks",
+                form,
+            )
+    return "categorical", "", form
 
 
-KINDS: list[type[Column]] = [Bag, Time, Ignore, Whole, Numeric, Text, Category]
-"""All kinds, in the order in which they may claim a column; the last one claims every column."""
-
-
-def kind_of(role: str) -> type[Column]:
-    """Return the kind with a role. Raises UserError for an unknown role."""
-    for kind in KINDS:
-        if kind.role == role:
-            return kind
-    raise UserError(f"role = {role!r}: unknown; use {', '.join(roles())}")
-
-
-def roles() -> list[str]:
-    """Return the roles of all kinds."""
-    return [kind.role for kind in KINDS]
-
-
-def table_config() -> type[TableDataConfig]:
-    """Return the data section of tables, with a field for each of `KINDS` that lists its columns."""
-    # Computed when it is asked for, as another package may have added a kind; cached by the kinds.
-    return _table_config(tuple(KINDS))
-
-
-@cache
-def _table_config(kinds: tuple[type[Column], ...]) -> type[TableDataConfig]:
-    fields: dict[str, Any] = {
-        kind.flag: (
-            Names,
-            Field(default=(), description=kind.flag_help, json_schema_extra={"role": kind.role}),
+def _role_of_numbers(
+    name: str, known: pl.Series, cells: pl.Series, form: Form, given: str | None
+) -> tuple[str, str, Form]:
+    numbers = known.cast(pl.Float64, strict=False)
+    if not bool((numbers == numbers.floor()).all()):
+        return "numeric", "", form
+    named_id, largest = bool(NAMES_AN_ID.search(name)), _largest(cells)
+    unit = unit_of(cells) if largest <= 2**63 else ""
+    if unit and (given == "time" or (given is None and not named_id and _NAMES_A_TIME.search(name))):
+        how = (
+            f"!whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
         )
-        for kind in kinds
-    }
-    return create_model(
-        "TableDataConfig", __base__=TableDataConfig, __doc__=TableDataConfig.__doc__, **fields
+        return "time", how, form.model_copy(update={"unit": unit})
+    repeated = float(known.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
+    if largest > EXACT and known.dtype.is_float() and (named_id or repeated or given == "categorical"):
+        merged = "floats beyond 2^53 have merged ids; write them as whole numbers or texts"
+        if given == "categorical":
+            raise UserError(f"data.categorical: column {name!r}: {merged}")
+        return "ignore", merged, form
+    if largest > EXACT and not known.dtype.is_float():
+        return "categorical", "whole numbers beyond 2^53", form
+    if named_id:
+        return "categorical", "named like an id", form
+    if repeated and known.n_unique() > _KNOTS:
+        return "whole", "whole numbers that repeat: a row for each value, and the number", form
+    return "numeric", "", form
+
+
+def counts_rows(name: str, cells: pl.Series) -> bool:
+    """Return whether a column of all rows numbers them. A model would learn from it when a row was written,
+    and new rows are beyond all of them."""
+    named = _NUMBERS_ROWS.search(name) or NAMES_AN_ID.search(name)
+    if not named or not cells.dtype.is_numeric() or len(cells) < _ROW_NUMBERS or cells.null_count():
+        return False
+    numbers = cells.cast(pl.Float64)
+    span = float(numbers[-1]) - float(numbers[0])
+    return span < (1 + _ROW_GAPS) * len(cells) and bool(
+        (numbers.diff().drop_nulls() > 0).all() and (numbers == numbers.floor()).all()
     )
+
+
+def _largest(cells: pl.Series) -> float:
+    """Return the largest absolute value of numbers."""
+    low, high = cells.min(), cells.max()
+    return max(-float(cast(Any, low)), float(cast(Any, high))) if low is not None else 0.0
+
+
+def _is_flag(texts: pl.Series) -> bool:
+    """Return whether texts are true and false, as some files write flags."""
+    if texts.dtype != pl.String or texts.head(1000).n_unique() > 8:
+        return False
+    return {*texts.drop_nulls().unique().str.to_lowercase()} <= {*FLAG_WORDS}

@@ -7,7 +7,7 @@
 Letters: B rows."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -16,10 +16,9 @@ import polars as pl
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import read_numbers
-from dphybrid.data.table.column import Column, Sample
-from dphybrid.data.table.kinds import Category, Numeric
-from dphybrid.data.table.numbers import FEW_OTHERS, flag_of, is_number, mean_and_std
+from dphybrid.data.table.kinds import form_as, none_of
+from dphybrid.data.table.numbers import mean_and_std
+from dphybrid.data.table.values import Form, is_odd, type_of, typed, with_gaps
 from dphybrid.util.errors import UserError
 
 _TaskName = Literal["binary", "multiclass", "regression"]
@@ -29,6 +28,8 @@ _POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 _MAX_CLASSES = 1000
 _FEW_NUMBERS = 20
 """Maximum number of different whole numbers that are taken for classes."""
+_FEW_OTHERS = 0.05
+"""Largest share of other texts among numbers that is taken for mistakes."""
 _SMALL_NUMBER = 99
 """Largest absolute value of whole numbers that are taken for classes."""
 
@@ -38,12 +39,14 @@ class Label(Section):
 
     Attributes:
         name: The column's.
+        form: What its values are.
         classes: Texts in the order of their numbers, the positive one of two last; empty for numbers.
         offset, scale: Models learn (number - offset) / scale.
     """
 
     task: ClassVar[_TaskName]
     name: str = ""
+    form: Form = Form()
     classes: tuple[str, ...] = ()
     offset: float = 0.0
     scale: float = 1.0
@@ -64,6 +67,24 @@ class Label(Section):
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
         """Return the label with the offset and scale of the training rows."""
         return self
+
+    def read(self, cells: pl.Series, no_value: Sequence[str] | None = None) -> Array:
+        """Return the numbers, or the numbers of the classes (B,), of cells of any container; nan for no
+        value. Raises UserError that names a cell that is neither."""
+        known_B = with_gaps(cells, no_value).is_not_null()
+        values = typed(cells, self.form, no_value)
+        numbers, wanted = values, "a number"
+        if self.classes:
+            places = {name: float(place) for place, name in enumerate(self.classes)}
+            texts = values.cast(pl.String)
+            numbers = texts.replace_strict(places, default=None, return_dtype=pl.Float64)
+            wanted = f"one of the model's classes, {', '.join(map(repr, self.classes[:6]))}"
+        if (odd := cells.filter(known_B & numbers.is_null())).len() and not self.form.none:
+            raise UserError(
+                f"label {self.name!r}: {odd[0]!r} is not {wanted}; correct it, or remove its rows"
+            )
+        found: Array = numbers.cast(pl.Float64).fill_null(np.nan).to_numpy()
+        return found
 
     def encoded(self, values_B: Array) -> Array:
         """Return the targets (B,) float32 of models. values_B: numbers, or class numbers."""
@@ -129,79 +150,56 @@ class _Regression(Label):
 _LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multiclass, _Regression)}
 
 
-def label_column(sample: Sample, data: TableDataConfig) -> Column:
-    """Return how the cells of a label are read, inferred from the first ones: as numbers, or as names of
-    classes. Raises UserError for numbers with a few texts among them."""
-    numeric = Numeric(name=sample.name, **Numeric.inferred(sample))
-    category = Category(name=sample.name, **Category.inferred(sample))
-    if data.task != "auto":
-        return numeric if data.task == "regression" else category
-    # Many different numbers are values to predict, not classes. A few texts among them are probably mistakes,
-    # but only the user knows.
-    numbers = numeric.read(sample.cells)
-    others = sample.cells.filter(numeric.wrong(sample.cells, numbers))
-    if len(others) > FEW_OTHERS * len(numbers) or not _too_many_for_classes(numbers.drop_nulls()):
-        return category
-    if len(others):
+def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
+    """Return the label of a column, given its cells of all rows as the reader typed them. Raises UserError if
+    `data.task` does not fit the values, or if there are fewer than two."""
+    if is_odd(cells.dtype) or not type_of(cells.dtype):
+        raise UserError(f"data.label={name!r}: holds lists; name a column of single values")
+    known = with_gaps(cells, None).drop_nulls()
+    form = form_as("categorical", known, Form(none=none_of(data.missing)))
+    values = typed(known, form).drop_nulls()
+    distinct = values.unique().sort()
+    numeric = form.type in ("number", "whole") or type_of(cells.dtype) == "whole"
+    if data.task == "regression" or (data.task == "auto" and numeric and _too_many_for_classes(distinct)):
+        form = form.model_copy(update={"type": "number"})
+        numbers = typed(known, form.model_copy(update={"none": ()}))
+        if (odd := known.filter(numbers.is_null())).len():
+            raise UserError(
+                f"data.label={name!r}: {odd[0]!r} is not a number; correct it, list it in data.missing, or "
+                "give data.task=multiclass"
+            )
+        _check_values(distinct.cast(pl.String).to_list(), name, data)
+        return _Regression(name=name, form=form)
+    classes = distinct.cast(pl.String).to_list()
+    odd = known.filter(known.cast(pl.Float64, strict=False).is_null()) if form.type == "text" else known[:0]
+    if data.task == "auto" and 0 < len(odd) <= _FEW_OTHERS * len(known) and len(classes) > _FEW_NUMBERS:
         raise UserError(
-            f"data.label={data.label}: column {sample.name!r} holds {others[0]!r} among numbers; correct it, "
-            "list it in data.missing (which leaves its rows out), or give data.task=multiclass"
+            f"data.label={data.label}: column {name!r} holds {odd[0]!r} among numbers; correct it, list it "
+            "in data.missing (which leaves its rows out), or give data.task=multiclass"
         )
-    return numeric
+    _check_values(classes, name, data)
+    if len(classes) > _MAX_CLASSES:
+        raise UserError(
+            f"data.label={data.label}: column {name!r} has {len(classes):,} different values, such as "
+            f"{_shown(classes)}, but at most {_MAX_CLASSES:,} classes are supported ({data.path}); name "
+            "another column, or merge rare values"
+        )
+    two = len(classes) == 2 and data.task != "multiclass"
+    if two and classes[0].lower() in _POSITIVE and classes[1].lower() not in _POSITIVE:
+        classes.reverse()
+    return (_Binary if two else _Multiclass)(name=name, form=form, classes=tuple(classes))
 
 
 def _too_many_for_classes(numbers: pl.Series) -> bool:
-    """Return whether numbers are too many, too large or too fine to be names of classes."""
-    if numbers.n_unique() <= 2:
+    """Return whether different numbers are too many, too large or too fine to be names of classes."""
+    if len(numbers) <= 2:
         return False
+    numbers = numbers.cast(pl.Float64, strict=False)
     odd = (numbers.floor() != numbers) | (numbers.abs() > _SMALL_NUMBER)
-    return numbers.n_unique() > _FEW_NUMBERS or bool(odd.any())
+    return len(numbers) > _FEW_NUMBERS or bool(odd.any())
 
 
-def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Label:
-    """Return the label for a column of numbers. Raises UserError if all numbers are equal."""
-    if len(numbers_B) and numbers_B.min() == numbers_B.max():
-        _check_values(name, [f"{numbers_B[0]:g}"], data)
-    return _Regression(name=name)
-
-
-def label_of_texts(column: Category, values: list[str], data: TableDataConfig) -> tuple[Label, Column, Array]:
-    """Return the label for a column of distinct texts, how its cells are read from now on, and the class
-    number (or the number) of each text.
-
-    Raises UserError if `data.task` does not fit the values, or if there are fewer than two.
-    """
-    name = column.name
-    # Looked at again, now that all values are known: the first rows may have held only a few numbers, or only
-    # 0 and 1 where others have yes and no.
-    forms = pl.Series(values, dtype=pl.String)
-    if flag := flag_of(forms):
-        words = "0/1" if {"0", "1"} <= {*values} else flag
-        column = column.model_copy(update={"type": words})
-        forms = column.read(forms)
-        values = forms.unique().to_list()
-    _check_values(name, values, data)
-    numbers = read_numbers(forms)
-    if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
-        numeric = Numeric(name=name, **column.model_dump(include={"decimal", "thousands", "marks"}))
-        return _Regression(name=name), numeric, numbers.to_numpy()
-    if len(values) > _MAX_CLASSES:
-        raise UserError(
-            f"data.label={data.label}: column {name!r} has {len(values):,} different values, such as "
-            f"{_shown(values)}, but at most {_MAX_CLASSES:,} classes are supported ({data.path}); name "
-            "another column, or merge rare values"
-        )
-    # Texts first, then numbers by size, so that 2 comes before 10.
-    classes = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
-    two = len(classes) == 2 and data.task != "multiclass"
-    if two and classes[0].lower() in _POSITIVE:
-        classes.reverse()
-    number = {value: float(position) for position, value in enumerate(classes)}
-    label = (_Binary if two else _Multiclass)(name=name, classes=tuple(classes))
-    return label, column, np.array([number[form] for form in forms])
-
-
-def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:
+def _check_values(values: list[str], name: str, data: TableDataConfig) -> None:
     if len(values) < 2 or (data.task == "binary" and len(values) != 2):
         other = "" if len(values) < 2 else ", or give another data.task"
         raise UserError(

@@ -10,14 +10,15 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Base, Encoder, old_ids
-from dphybrid.data.table.order import positions_in_time
-from dphybrid.data.table.reading import Table
+from dphybrid.data.table.kinds import form_as
+from dphybrid.data.table.values import PADDING_ID, Form, in_time, typed
 from dphybrid.util.errors import UserError, counted
 
 _BLOCK = 2**20
 """Rows that are split or compared at a time, to limit memory."""
+_FEW_DISTINCT = 0.1
+"""With a smaller share of different rows, equal rows are not taken for the same rows."""
 
 
 TRAIN, VALID, TEST, LEFT_OUT = range(4)
@@ -38,13 +39,18 @@ class RowSplit:
     text: str
 
 
-def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
-    """Choose the rows of each part. classes_B: classes by which random rows are stratified, so that each
-    gives its share. Raises UserError if a part would be empty."""
-    data = table.plan.data
-    part_B, text = table.column("part").to_numpy().copy(), ""  # TRAIN, or that of the row's file
-    if data.split == "named":
-        part_B, text = _named(table, part_B)
+def split_rows(
+    data: TableDataConfig, seed: int, part_B: Array, classes_B: Array, column: pl.Series | None, dates: str
+) -> RowSplit:
+    """Choose the rows of each part.
+
+    part_B: TRAIN, or the part of the row's file. classes_B: classes by which random rows are stratified, so
+    that each gives its share. column: cells of data.split_column. dates: how its texts were read as dates.
+    Raises UserError if a part would be empty.
+    """
+    part_B, text = part_B.copy(), ""
+    if data.split == "named" and column is not None:
+        part_B, text = _named(data, part_B, column)
     # Validation rows are chosen among these.
     open_B = part_B == TRAIN
     if data.valid_path is not None:
@@ -55,9 +61,9 @@ def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
             text = f"{text and text + '; '}validation split: rows at random, by train.seed={seed}"
         elif data.split == "named":
             data.check_unset("valid_fraction", f"data.split_column={data.split_column} names validation rows")
-    else:
-        codes_B, texts = table.column("split").to_numpy(), table.texts("split").to_list()
-        held_B, text = _by_value(data, seed, codes_B[open_B], texts)
+    elif column is not None:
+        own = column.filter(pl.Series(open_B))
+        held_B, text = _latest(data, own, dates) if data.split == "time" else _keys(data, seed, own)
         part_B[open_B] = VALID * held_B
     if data.test_path is not None:
         text += f"; test part: the rows of {data.test_path}"
@@ -72,17 +78,16 @@ def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
     return RowSplit(part_B, text)
 
 
-def _named(table: Table, part_B: Array) -> tuple[Array, str]:
+def _named(data: TableDataConfig, part_B: Array, column: pl.Series) -> tuple[Array, str]:
     """Return the rows' parts by the words of the split column, and the line for the summary. part_B: those of
     the rows' files. Raises UserError for another word, and for a row without one."""
-    data = table.plan.data
     where, known = f"data.split_column={data.split_column}", ", ".join(_PART_WORDS)
-    codes_B, of_file_B = table.column("split").to_numpy(), part_B != TRAIN
-    words = [_PART_WORDS.get(text.strip().lower(), LEFT_OUT) for text in table.texts("split")]
-    found_B = np.array([LEFT_OUT, *words])[codes_B]  # code 0: no value
+    words, of_file_B = key_texts(column), part_B != TRAIN
+    lower = words.str.strip_chars().str.to_lowercase()
+    parts = lower.replace_strict(_PART_WORDS, default=LEFT_OUT, return_dtype=pl.Int64)
+    found_B = parts.fill_null(LEFT_OUT).to_numpy()
     if (odd := np.flatnonzero((found_B == LEFT_OUT) & ~of_file_B)).size:
-        code = codes_B[odd[0]]
-        shown = repr(table.texts("split")[int(code) - 1]) if code else "an empty cell"
+        shown = "an empty cell" if (word := words[int(odd[0])]) is None else repr(word)
         raise UserError(f"{where}: {shown} names no part ({len(odd):,} such rows); give {known}")
     if data.test_path is not None and (found_B[~of_file_B] == TEST).any():
         raise UserError(f"{where} names test rows, and so does data.test_path={data.test_path}; give one")
@@ -109,51 +114,50 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     return held_B
 
 
-def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]) -> tuple[Array, str]:
-    """Hold out all rows of some values of the split column; return the mask (B,) and the line for the
-    summary. codes_B: codes of `texts`, 0 for no value."""
-    counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
-    if data.split == "time":
-        field = f"data.split_column={data.split_column}"
-        positions, how = positions_in_time(pl.Series(texts, dtype=pl.String), field, data)
-        # The place of each value, the latest first; texts of one time, such as those of two zones, share one.
-        _, places = np.unique(-positions, return_inverse=True)
-    else:
-        # Sorted first, as the codes of texts depend on the threads that read them.
-        by_name = np.argsort(np.array(texts, dtype=object), kind="stable")
-        places = np.empty(len(texts), np.int64)
-        places[by_name[np.random.default_rng(seed).permutation(len(texts))]] = np.arange(len(texts))
-    wanted = data.valid_fraction * len(codes_B)
-    sums = np.cumsum(np.bincount(places, counts))
-    taken = int(np.searchsorted(sums, wanted)) + 1  # as many places as reach the wanted number of rows
-    # Without the last place, the number of rows may be closer to the wanted one.
-    if taken > 1 and sums[min(taken, len(sums)) - 1] - wanted > wanted - sums[taken - 2]:
-        taken -= 1
-    is_held = np.append(False, places < taken)
-    if data.split == "time":
-        first = min(
-            text for text, place in zip(texts, places, strict=True) if place == min(taken, len(sums)) - 1
-        )
-        text = (
-            f"validation split: {data.split_column} from {first!r} on{how and f' ({how})'}; "
-            "earlier rows, and rows without a value, are for training"
-        )
-    else:
-        held = int(is_held.sum())
-        text = f"validation split: all rows of {held:,} of {len(texts):,} values of {data.split_column}"
-    return is_held[codes_B], text
+def _latest(data: TableDataConfig, column: pl.Series, dates: str) -> tuple[Array, str]:
+    """Hold out the latest rows; return the mask (B,) and the line for the summary. Rows of one time stay
+    together, and rows without a value are for training."""
+    field = f"data.split_column={data.split_column}"
+    times_B = in_time(column, field, "" if data.dateformat else dates)
+    _, places_B = np.unique(-times_B, return_inverse=True)
+    taken = _closest(np.cumsum(np.bincount(places_B)), data.valid_fraction * len(times_B))
+    held_B = (places_B < taken) & np.isfinite(times_B)
+    first = column.filter(pl.Series(held_B)).min()
+    text = (
+        f"validation split: {data.split_column} from {str(first)!r} on; earlier rows, and rows without a "
+        "value, are for training"
+    )
+    return held_B, text
 
 
-def rows_in_both(table: Table, split: RowSplit) -> str:
+def _keys(data: TableDataConfig, seed: int, column: pl.Series) -> tuple[Array, str]:
+    """Hold out all rows of some values; return the mask (B,) and the line for the summary."""
+    keys = key_texts(column)
+    counts = keys.drop_nulls().rename("key").value_counts(name="rows").sort("key")
+    # Sorted first, as the order of groups depends on threads.
+    order = np.random.default_rng(seed).permutation(len(counts))
+    counts = counts[order]
+    taken = _closest(np.cumsum(counts["rows"].to_numpy()), data.valid_fraction * len(keys))
+    held_B = keys.is_in(counts["key"].head(taken).implode()).fill_null(False).to_numpy()
+    return held_B, f"validation split: all rows of {taken:,} of {len(counts):,} values of {data.split_column}"
+
+
+def _closest(sums: Array, wanted: float) -> int:
+    """Return how many groups of rows come closest to the wanted number of rows, at least one. sums: rows of
+    the first 1, 2, ... groups."""
+    return 1 + int(np.abs(sums - wanted).argmin()) if len(sums) else 0
+
+
+def key_texts(column: pl.Series) -> pl.Series:
+    """Return the cells of a column of keys as texts, None for no value."""
+    form = form_as("categorical", column, Form())
+    return typed(column, form).cast(pl.String)
+
+
+def rows_in_both(keys: pl.Series, part_B: Array) -> str:
     """Return what is to say of validation rows that are training rows, too, label included; empty if there
-    are none. Looks at the first `_BLOCK` rows."""
-    keys, start = list[pl.Series](), 0
-    for number, length in enumerate(table.lengths):
-        if start < _BLOCK:
-            keys.append(table.block(number).hash_rows())
-        start += length
-    keys_B = pl.concat(keys)
-    train, valid = (keys_B.filter(pl.Series(split.part_B[: len(keys_B)] == part)) for part in (TRAIN, VALID))
+    are none. keys: hashes of the first rows."""
+    train, valid = (keys.filter(pl.Series(part_B[: len(keys)] == part)) for part in (TRAIN, VALID))
     both = int(valid.is_in(train.unique().implode()).sum())
     if not both:
         return ""
@@ -184,12 +188,13 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
 
 
 def extended_split(
-    split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]]
+    split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]], keys: pl.Series | None = None
 ) -> tuple[RowSplit, Array]:
     """Return the split, corrected for a base: rows that the base trained on are not held out, and rows that
     it held out still are. Test rows that it has seen are left out. Also return the numbers of the new rows.
 
-    blocks: the rows' arrays in the base's encoding. Raises UserError if no row is left to hold out.
+    blocks: the rows' arrays in the base's encoding. keys: of data.split=key, so that all rows of a value
+    follow those that the base has seen. Raises UserError if no row is left to hold out.
     """
     keys_B = _row_keys(blocks, base.encoder.max_items)
     num_trained_B, num_kept_B = (_counts(keys_B, _part_keys(base, part)) for part in ("train", "valid"))
@@ -199,19 +204,28 @@ def extended_split(
     kept_B = seen_B & (before_B >= num_trained_B)
     is_test_B = split.part_B == TEST
     new_B = ~seen_B & ~is_test_B
-    held_B = ((split.part_B == VALID) & new_B) | (kept_B & ~is_test_B)
+    chosen_B = split.part_B == VALID
+    if keys is not None:
+        by_key = pl.DataFrame({"key": keys, "trained": seen_B & ~kept_B, "kept": kept_B}).select(
+            pl.col("trained").any().over("key"), pl.col("kept").any().over("key")
+        )
+        trained_B, held_before_B = (column.to_numpy() for column in by_key)
+        chosen_B = (chosen_B | held_before_B) & ~trained_B
+    held_B = (chosen_B & new_B) | (kept_B & ~is_test_B)
     # A test row counts as seen however often its like occurs among the other rows.
     known_B = num_trained_B + num_kept_B > 0
+    again = ""
+    if not held_B.any() and len(np.unique(keys_B)) < _FEW_DISTINCT * len(keys_B):
+        # Nearly all rows equal earlier ones, whether they are the same or not.
+        held_B, again = chosen_B & ~is_test_B, "; rows repeat so often that new ones look like known ones"
     part_B = np.where(is_test_B, np.where(known_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
     if not held_B.any() or not (part_B == TRAIN).any():
         raise UserError(
             "data.base: the earlier model was trained on every row that could be held out; wait for more rows"
         )
     new = counted(int(new_B.sum()), "row is", "rows are")
-    text = (
-        f"{split.text}; {new} new, and the validation split has no row that {base.prepared.path.name} "
-        "trained on"
-    )
+    text = f"{split.text}; {new} new, and the validation split has no row that {base.prepared.path.name} "
+    text = f"{split.text}; {new} new{again}" if again else f"{text}trained on"
     if left := int((part_B == LEFT_OUT).sum()):
         seen = counted(left, "test row that it has seen is", "test rows that it has seen are")
         text += f"; {seen} left out"

@@ -143,6 +143,7 @@ class Ctr(Recipe):
         "A table with a label (yes or no, classes, a number): hidden layers, DLRM or DCN-v2 "
         "over one table for all categorical columns."
     )
+    data = TableDataConfig
     model = CtrModelConfig
     table = {"optimizer": "auto", "lr": 0.0}
     train = {
@@ -161,14 +162,6 @@ class Ctr(Recipe):
     fixed = imported("dphybrid.recipes.ctr.numbers:fix_numbers")
     task = imported("dphybrid.training.label_tasks:label_task")
     floor = imported("dphybrid.recipes.ctr.floor:floor")
-
-    @property
-    def data(self) -> type[TableDataConfig]:  # type: ignore[override]
-        """The data section, with a field for each kind of column. Imports polars."""
-        # Not cached: a package may have added a kind of column since.
-        from dphybrid.data.table.kinds import table_config
-
-        return table_config()
 
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Draw, Draws
-from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.values import MISSING_ID, UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext

@@ -21,14 +21,12 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import DelimitedFiles, RowFiles
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.foreign import misread, writing
-from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
-from dphybrid.data.table.files import partitions, read_jobs
-from dphybrid.data.table.frames import as_frame
-from dphybrid.data.table.kinds import Category
-from dphybrid.data.table.lines import format_of, read_text, whole_lines
-from dphybrid.data.table.rows import Rejected, check_rejected
-from dphybrid.data.table.schema import in_form, names_column
-from dphybrid.recipes.kge import KgeDataConfig, files_of, is_openke
+from dphybrid.data.store import Content, Prepared, Progress, Source
+from dphybrid.data.table.delimited import head_of
+from dphybrid.data.table.files import Rejected, check_rejected, read_rows
+from dphybrid.data.table.frames import as_frame, rows_of
+from dphybrid.data.table.values import Form, as_names
+from dphybrid.recipes.kge import KgeDataConfig, files_of
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
@@ -102,28 +100,23 @@ class _Reading(RowFiles):
     def no_value(self) -> tuple[str, ...]:
         return ()
 
-    def left_out(self, columns: Sequence[str]) -> Sequence[str]:
-        return ()
-
 
 @dataclass(frozen=True)
 class _TripleSource(Source):
     """Source of triples. parts: the file of each split; without one for "valid", a share of "train" is held
-    out. named: OpenKE's files with the names of the entities and of the relations, if the folder has them."""
+    out."""
 
     data: KgeDataConfig
     seed: int
     parts: dict[str, Path]
-    named: tuple[Path, ...] = ()
 
     @property
     def options(self) -> dict[str, object]:
-        found = {"parts": list(self.parts), "openke": [is_openke(file) for file in self.parts.values()]}
-        return self.data.model_dump(mode="json", exclude={"path", "test_path"}) | found
+        return self.data.model_dump(mode="json", exclude={"path", "test_path"}) | {"parts": list(self.parts)}
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (*self.parts.values(), *self.named)
+        return tuple(self.parts.values())
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         rejected: list[Rejected] = []
@@ -131,10 +124,8 @@ class _TripleSource(Source):
         frames = dict[str, pl.DataFrame]()
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
-            frames[part] = self.triples(file, rejected, notes)
+            frames[part] = self._triples(file, scratch / part, rejected, notes)
         frames = _without_headers(frames, notes)
-        forms = _forms(pl.concat(frames.values()))
-        frames = {part: in_form(frame, forms, _NAMES, notes) for part, frame in frames.items()}
         num_rows = sum(map(len, frames.values()))
         check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
         whole = pl.concat(frames.values())
@@ -179,7 +170,6 @@ class _TripleSource(Source):
             "num_entities": len(entities),
             "num_relations": len(relations),
             "num_negatives": self.data.negatives,
-            "forms": {column: form.model_dump(mode="json") for column, form in forms.items()},
         }
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
         known_B3 = np.concatenate([parts["train"], *(parts[part] for part in parts if part != "train")])
@@ -196,88 +186,56 @@ class _TripleSource(Source):
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
-    def triples(self, file: Path, rejected: list[Rejected], notes: dict[str, None]) -> pl.DataFrame:
+    def _triples(
+        self, file: Path, scratch: Path, rejected: list[Rejected], notes: dict[str, None]
+    ) -> pl.DataFrame:
         """Return the rows of a file as texts (head, relation, tail), perhaps with a header as the first one.
         Rows that are no triples go to `rejected`."""
-        pieces, bad, order = [_NO_TRIPLES], list[Rejected](), list[int]()
-        for rows in mapped(lambda job: job(), read_jobs([file], self._reading(file)), threads=1):
-            bad += rows.rejected
-            notes |= dict.fromkeys(rows.notes)
-            if not len(rows):
-                continue
-            folders = {part.partition("=")[0] for part in partitions(file)}
-            own = [name for name in rows.names if name not in folders]
-            texts = pl.DataFrame({name: rows.texts(name).cast(pl.String) for name in own})
-            if not order:
-                names = texts.columns if rows.header else [text or "" for text in texts.row(0)]
-                order = _order(f"data.path={self.data.path}: {file.name}", names)
-                if order == [0, 1, 2] and is_openke(file):
-                    order = [0, 2, 1]
-                if order != [0, 1, 2]:
-                    places = ", ".join(str(place + 1) for place in order)
-                    notes[f"head, relation and tail are the columns {places} of {file.name}"] = None
-                if others := [name for place, name in enumerate(names) if place not in order]:
-                    notes[f"not used: {', '.join(others)}"] = None
-            piece = texts.select(pl.nth(order))
-            piece.columns = _NAMES
-            whole_B = piece.select(pl.all_horizontal(pl.all().is_not_null())).to_series()
+        reading = reading_of(self.data, file)
+        rows = read_rows([file], reading.model_copy(update={"max_rejected": 1.0}), scratch, as_text=True)
+        notes |= dict.fromkeys(note for note in rows.notes if "header" not in note)
+        found = triples_of(rows.frame.collect(), f"data.path={self.data.path}: {file.name}", notes)
+        whole_B = found.select(pl.all_horizontal(pl.all().is_not_null())).to_series()
+        rejected += rows.rejected
+        if not whole_B.all():
+            _, lines = rows.lines()
             for row in (~whole_B).arg_true():
-                line = int(rows.lines[row])
-                shown = "\t".join(text or "" for text in piece.row(row))
-                bad.append(Rejected(file=str(file), line=line, reason="an empty value", text=shown))
-            pieces.append(piece.filter(whole_B))
-        triples = pl.concat(pieces)
-        counts = [row for row in bad if row.get("text", "").strip().isdigit()]
-        if counts and counts[0]["line"] == 1:
-            triples = self._counted(file, triples, int(counts[0]["text"]))
-            bad.remove(counts[0])
-        rejected += bad
-        return triples
+                shown = "\t".join(text or "" for text in found.row(row))
+                why = "an empty value"
+                rejected.append(Rejected(file=str(file), line=lines[row], reason=why, text=shown))
+        return found.filter(whole_B)
 
-    def _reading(self, file: Path) -> _Reading:
-        """Return how a file is read. Unless it is set, the separator is a tab if the first line has one, and
-        blanks if it has no comma, either."""
-        d, separator = self.data, self.data.delimiter
-        if separator == "auto" and format_of(file) == "text":
-            text, *_ = next(whole_lines(file, d.encoding, []), (b"",))
-            lines = [line for line in text.split(b"\n", 3) if line.strip()]
-            # The first of OpenKE's lines is the number of the others.
-            first = lines[1] if len(lines) > 1 and lines[0].strip().isdigit() else b"".join(lines[:1])
-            separator = "tab" if b"\t" in first else "auto" if b"," in first else "blank"
-        written = d.model_dump(include={*DelimitedFiles.model_fields})
-        return _Reading(**written | {"header": "no", "delimiter": separator})
 
-    def _counted(self, file: Path, triples: pl.DataFrame, count: int) -> pl.DataFrame:
-        """Return the triples of a file whose first line counts them, as OpenKE writes them, with names for
-        numbers. Raises UserError if they are not as many, or if the file's name is not OpenKE's."""
-        if not is_openke(file):
-            raise UserError(
-                f"data.path={self.data.path}: the first line of {file.name} is a count, as OpenKE writes "
-                "files whose order is head, tail, relation; name it train2id.txt (or valid2id.txt, "
-                "test2id.txt) if it is such a file, else remove the line"
-            )
-        if count != len(triples):
-            raise UserError(
-                f"data.path={self.data.path}: the first line of {file.name} says {count:,}, but "
-                f"{len(triples):,} triples follow; give the complete file"
-            )
-        names = {name: self._names(name) for name in ("entity2id.txt", "relation2id.txt")}
-        return triples.with_columns(
-            pl.col(column).replace(names["relation2id.txt" if column == "relation" else "entity2id.txt"])
-            for column in _NAMES
-        )
+def reading_of(data: KgeDataConfig, file: Path) -> _Reading:
+    """Return how a file of triples is read. Unless it is set, the separator is a blank if the first line has
+    neither tabs nor commas."""
+    separator = data.delimiter
+    if separator == "auto":
+        first = next((line for line in head_of(file).splitlines() if line.strip()), b"")
+        separator = "blank" if first.count(b" ") == 2 and not {*b"\t,;|{\0"} & {*first} else "auto"
+    written = data.model_dump(include={*DelimitedFiles.model_fields})
+    return _Reading(**written | {"header": "no", "delimiter": separator, "path": str(file)})
 
-    def _names(self, name: str) -> dict[str, str]:
-        """Return the names by number from a file of OpenKE's; empty without it."""
-        file = next((file for file in self.named if file.name == name), None)
-        if file is None:
-            return {}
-        lines = [line.rsplit(None, 1) for line in read_text(file, self.data.encoding, []).splitlines()[1:]]
-        return {line[1]: line[0] for line in lines if len(line) == 2}
+
+def triples_of(rows: pl.DataFrame, where: str, notes: dict[str, None]) -> pl.DataFrame:
+    """Return rows as texts (head, relation, tail). where: for the message. notes: gets which columns are
+    used. Raises UserError if there are others than three columns without such names."""
+    texts = pl.DataFrame([as_names(column, Form(), ()) for column in rows])
+    names = texts.columns
+    if all(name.isdigit() for name in names) and len(texts):
+        names = [text or "" for text in texts.row(0)]
+    order = _order(where, names)
+    if order != [0, 1, 2]:
+        places = ", ".join(str(place + 1) for place in order)
+        notes[f"head, relation and tail are the columns {places}"] = None
+    if others := [name for place, name in enumerate(names) if place not in order]:
+        notes[f"not used: {', '.join(others)}"] = None
+    found = texts.select(pl.nth(order))
+    found.columns = _NAMES
+    return found
 
 
 _NAMES = ["head", "relation", "tail"]
-_NO_TRIPLES = pl.DataFrame(schema=dict.fromkeys(_NAMES, pl.String))
 _ROLES = (
     ("head", "h", "subject", "s", "source", "from"),
     ("relation", "r", "rel", "predicate", "p", "edge"),
@@ -303,13 +261,6 @@ def _order(where: str, names: Sequence[str]) -> list[int]:
             "three, name them so, or set data.delimiter"
         )
     return [0, 1, 2]
-
-
-def _forms(triples: pl.DataFrame) -> dict[str, Category]:
-    """Return how the names of each column are read: 7 and 7.0 are one entity."""
-    entities = names_column("entity", pl.concat([triples["head"], triples["tail"]]), _Reading())
-    relations = names_column("relation", triples["relation"], _Reading())
-    return {"head": entities, "relation": relations, "tail": entities}
 
 
 def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> pl.DataFrame:
@@ -370,7 +321,7 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
         if file.resolve() == root.resolve():
             raise UserError(f"data.test_path={data.test_path}: is also data.path; give another file")
     if root.is_file():
-        return _TripleSource(data, seed, {"train": root, **tested}, _named(root))
+        return _TripleSource(data, seed, {"train": root, **tested})
     if not root.is_dir():
         raise UserError(
             f"data.path={data.path}: no such file or folder; give a file of triples, or a folder with "
@@ -396,13 +347,7 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
         )
     if "valid" in parts:
         data.check_unset("valid_fraction", f"the folder has {parts['valid'].name}")
-    return _TripleSource(data, seed, parts | tested, _named(parts["train"]))
-
-
-def _named(file: Path) -> tuple[Path, ...]:
-    """Return OpenKE's files of names beside a file of its triples."""
-    found = (file.with_name(name) for name in ("entity2id.txt", "relation2id.txt") if is_openke(file))
-    return tuple(file for file in found if file.is_file())
+    return _TripleSource(data, seed, parts | tested)
 
 
 def later_triples(
@@ -418,23 +363,18 @@ def later_triples(
         )
         names = {"head": entities["name"], "relation": relations["name"], "tail": entities["name"]}
         info = read_state(checkpoint).info
-        forms = {column: Category(**form) for column, form in info["forms"].items()}
         written = known.select(names[column].gather(known[column]).alias(column) for column in _NAMES)
     notes = dict[str, None]()
     if isinstance(rows, str | Path):
         assert isinstance(config.data, KgeDataConfig)
-        file, rejected = given_path(str(rows), "data.path"), list[Rejected]()
+        file = given_path(str(rows), "data.path")
         if not file.is_file():
             raise UserError(f"data.path={rows}: is not a file; name one with triples")
-        source = _TripleSource(config.data.model_copy(update={"path": str(rows)}), 0, {}, _named(file))
-        triples = source.triples(file, rejected, notes)
-        check_rejected(str(rows), rejected, len(triples) + len(rejected), config.data.max_rejected)
+        with rows_of(str(rows), reading_of(config.data, file)) as found:
+            triples = triples_of(found.frame.collect(), f"data.path={rows}", notes).drop_nulls()
         triples = _without_headers({"known": written, "new": triples}, notes)["new"]
     else:
-        frame = as_frame(rows, "the rows").lazy().collect()
-        triples = frame.select(pl.nth(_order("the rows:", frame.columns)))
-        triples.columns = _NAMES
-    triples = in_form(triples, forms, _NAMES, notes)
+        triples = triples_of(as_frame(rows, "the rows").lazy().collect(), "the rows:", notes).drop_nulls()
     numbered = _numbered(triples, entities["name"], relations["name"])
     triples_B3 = numbered.drop_nulls().to_numpy(order="c")
     if others := [name for column in _NAMES for name in triples[column].filter(numbered[column].is_null())]:

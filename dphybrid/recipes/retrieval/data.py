@@ -8,9 +8,8 @@ items, U users, V items, F id columns (the id itself, then its features), H held
 that a user has met.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -23,10 +22,16 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
-from dphybrid.data.table.files import find_files, partitions, read_files
-from dphybrid.data.table.order import positions_in_time
-from dphybrid.data.table.rows import Cells, Rejected, Rows, check_rejected
-from dphybrid.data.table.schema import in_form, names_column
+from dphybrid.data.table.files import (
+    Rejected,
+    check_rejected,
+    find_files,
+    names_of,
+    partitions,
+    read_rows,
+)
+from dphybrid.data.table.kinds import form_as
+from dphybrid.data.table.values import Form, as_names, in_time, with_gaps
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import histories
@@ -135,26 +140,46 @@ class _InteractionSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         if not self.read_files:
-            return self._content(iter([sample(self.seed)]), progress)
-        # Not into the list of `_rows`, as read_files counts the rows in its list.
-        chunks = read_files(self.read_files, self.data, [], "read rows", progress)
-        first = next(chunks)
-        source = replace(self, data=self.data.found_in(first.names))
-        return source._content(chain([first], chunks), progress, found=source.data != self.data)
+            forms = {"user": Form(), "item": Form()}
+            return self._content(sample(self.seed), None, [], [], forms)
+        source = replace(self, data=self.data.found_in(names_of(self.read_files[0], self.data, self._named)))
+        return source._of_files(progress, scratch, found=source.data != self.data)
 
-    def _content(self, chunks: Iterator[Rows], progress: Progress, found: bool = False) -> Content:
-        """Return what is prepared from the rows. found: whether the columns were found by their names."""
+    @property
+    def _named(self) -> list[str]:
+        """The columns that the user names, by which a header is known."""
+        fields = type(self.data).model_fields
+        return [name for field, name in self.data.named_columns if name != fields[field].default]
+
+    def _of_files(self, progress: Progress, scratch: Path, found: bool) -> Content:
+        """Return what is prepared from the files. found: whether the columns were found by their names."""
         d = self.data
-        notes = dict[str, None]()
+        notes = list[str]()
         if found:
             by_name = f"users are in column {d.user!r}, items in {d.item!r}, by their names"
-            notes[f"{by_name}; --data.user and --data.item override this"] = None
-        rows, rejected = self._rows(chunks, notes)
-        forms = {name: names_column(name, rows[name], d) for name in rows.columns if name != d.time}
-        rows = in_form(rows, forms, (d.user, d.item), notes)
-        times_N, how = None, ""
+            notes.append(f"{by_name}; --data.user and --data.item override this")
+        forms = dict[str, Form]()
+        rows, rejected = self._rows(self.read_files, scratch / "rows", forms, notes, progress)
+        tested = None
+        if self.test_files:
+            tested, odd = self._rows(self.test_files, scratch / "test", forms, notes, progress)
+            rejected += odd
+        return self._content(rows, tested, rejected, notes, forms)
+
+    def _content(
+        self,
+        rows: pl.DataFrame,
+        tested: pl.DataFrame | None,
+        rejected: list[Rejected],
+        notes: list[str],
+        forms: dict[str, Form],
+    ) -> Content:
+        """Return what is prepared from rows. tested: those of data.test_path. forms: of the columns."""
+        d = self.data
+        times_N = None
         if d.time is not None:
-            times_N, how = positions_in_time(rows[d.time], f"data.time={d.time!r}", d)
+            dates = "" if d.dateformat else forms[d.time].dates
+            times_N = in_time(rows[d.time], f"data.time={d.time!r}", dates)
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
@@ -180,11 +205,10 @@ class _InteractionSource:
                 "another data.valid_fraction"
             )
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
-        how = how and f", {how}"
         split = {
             "random": "at random by train.seed",
-            "time": f"the latest by {d.time}{how}",
-            "last": f"each user's last by {d.time}{how}",
+            "time": f"the latest by {d.time}",
+            "last": f"each user's last by {d.time}",
         }[d.chosen_split]
         unknown_N2 = valid_N2 < 0
         known = len(valid_N2) - unknown_N2.any(1).sum()
@@ -199,11 +223,7 @@ class _InteractionSource:
             f"{known - len(held_items):,} of repeated pairs",
         ]
         test: dict[str, Array] = {}
-        if self.test_files:
-            tests = read_files(self.test_files, d, [], "read rows", progress)
-            tested, odd = self._rows(tests, notes)
-            tested = in_form(tested, forms, (d.user, d.item), notes)
-            rejected += odd
+        if tested is not None:
             test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
             test = self._test(pairs_N2, times_N, test_N2, len(users))
             lines.append(
@@ -219,7 +239,7 @@ class _InteractionSource:
             "negatives": d.negatives,
             "cutoffs": list(d.cutoffs),
             "num_users": len(users),
-            "forms": {name: forms[name].model_dump(mode="json") for name in (d.user, d.item)},
+            "forms": {name: form.model_dump(mode="json") for name, form in forms.items()},
         }
         arrays = {
             "train_pairs": train_N2,
@@ -276,40 +296,54 @@ class _InteractionSource:
             arrays |= {f"test_{name}_starts": starts, f"test_{name}_items": items}
         return arrays
 
-    def _rows(self, chunks: Iterator[Rows], notes: dict[str, None]) -> tuple[pl.DataFrame, list[Rejected]]:
-        """Return the named columns of chunks as texts, for the rows that have a user and an item, and the
-        other rows as rejected ones. notes: gets what was inferred about how the files are written."""
+    def _rows(
+        self,
+        files: tuple[Path, ...],
+        scratch: Path,
+        forms: dict[str, Form],
+        notes: list[str],
+        progress: Progress,
+    ) -> tuple[pl.DataFrame, list[Rejected]]:
+        """Return the named columns of files, names as texts, for the rows that have a user and an item; and
+        the other rows as rejected ones. forms: of the columns; empty before the first files. notes: gets what
+        was inferred about how the files are written."""
         d = self.data
         names = list(dict.fromkeys(name for _, name in d.named_columns))
-        rejected: list[Rejected] = []
-        pieces: list[pl.DataFrame] = []
-        for rows in chunks:
-            if missing := [name for name in names if name not in rows.names]:
-                raise UserError(
-                    f"data.path={d.path}: {rows.file.name} has no column {missing[0]!r}"
-                    f"{suggestion(missing[0], rows.names)}; name the columns with data.user, "
-                    "data.item, data.time, data.user_features and data.item_features"
-                )
-            if lists := [pair for pair in d.named_columns if rows.cells[pair[1]].dtype == pl.List]:
-                field, name = lists[0]
+        rows = read_rows(files, d, scratch, self._named, on_progress=progress)
+        columns = rows.names
+        if missing := [name for name in names if name not in columns]:
+            raise UserError(
+                f"data.path={d.path}: {files[0].name} has no column {missing[0]!r}"
+                f"{suggestion(missing[0], columns)}; name the columns with data.user, "
+                "data.item, data.time, data.user_features and data.item_features"
+            )
+        notes += [note for note in rows.notes if note not in notes]
+        if others := [name for name in columns if name not in (*names, *rows.index)]:
+            notes.append(f"not used: {', '.join(others)}; every row counts as one interaction")
+        frame = rows.frame.select(by_name(*names)).collect(engine="streaming")
+        for field, name in d.named_columns:
+            cells = frame[name]
+            if cells.dtype == pl.List:
                 raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
-            rejected += rows.rejected
-            notes |= dict.fromkeys(rows.notes)
-            if others := [name for name in rows.names if name not in (*names, *rows.index)]:
-                notes[f"not used: {', '.join(others)}; every row counts as one interaction"] = None
-            piece = pl.DataFrame([rows.texts(name).cast(pl.String).alias(name) for name in names])
-            whole_B = piece[d.user].is_not_null() & piece[d.item].is_not_null()
+            if name not in forms:
+                role = "time" if name == d.time and cells.dtype.is_temporal() else "categorical"
+                forms[name] = form_as(role, with_gaps(cells, None), rows.forms.get(name, Form()))
+            if name != d.time:
+                frame = frame.with_columns(as_names(cells, forms[name]).alias(name))
+        rejected = list(rows.rejected)
+        whole_B = frame[d.user].is_not_null() & frame[d.item].is_not_null()
+        if not whole_B.all():
+            of_file, lines = rows.lines()
             for place in (~whole_B).arg_true():
-                odd = d.user if piece[d.user][place] is None else d.item
-                line = int(rows.lines[place])
-                rejected.append(Rejected(file=str(rows.file), line=line, reason=f"no value in {odd!r}"))
-            pieces.append(piece.filter(whole_B))
-        joined = pl.concat(pieces)
-        check_rejected(str(d.path), rejected, len(joined) + len(rejected), d.max_rejected)
-        if len(joined) < 2:
-            found = counted(len(joined), "row")
+                odd = d.user if frame[d.user][place] is None else d.item
+                why = f"no value in {odd!r}"
+                rejected.append(Rejected(file=of_file[place], line=lines[place], reason=why))
+            frame = frame.filter(whole_B)
+        check_rejected(str(d.path), rejected, len(frame) + len(rejected), d.max_rejected)
+        if len(frame) < 2:
+            found = counted(len(frame), "row")
             raise UserError(f"data.path={d.path}: has {found} with a user and an item; give 2 or more")
-        return joined, rejected
+        return frame, rejected
 
     def _held_out(self, users: pl.Series, times_N: Array | None) -> Array:
         """Return held_N, which rows are held out: the latest ones, each user's last one, or random ones."""
@@ -340,7 +374,7 @@ class _InteractionSource:
         return held_N
 
 
-def sample(seed: int) -> Rows:
+def sample(seed: int) -> pl.DataFrame:
     """Return generated interactions: users and items belong to groups, four of five items of a user are from
     the user's own group, and some items are far more frequent than others."""
     random = np.random.default_rng([seed, 7])
@@ -356,9 +390,7 @@ def sample(seed: int) -> Rows:
         chance_V = weight_V * (groups_V == group)
         items_N[rows] = random.choice(_SAMPLE_ITEMS, len(rows), p=chance_V / chance_V.sum())
     names = {"user": [f"u{n}" for n in users_N], "item": [f"i{n}" for n in items_N]}
-    columns = {name: pl.Series(texts) for name, texts in names.items()}
-    lines = np.arange(1, _SAMPLE_ROWS + 1)
-    return Rows(Cells(columns, ()), lines, [], Path("the generated sample"))
+    return pl.DataFrame(names)
 
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:

@@ -7,27 +7,24 @@ items' vectors and one block of scores. Letters: B users, S items that a user ha
 items, E width of a vector, N users and places, flat.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Self
 
 import numpy as np
 import polars as pl
 import torch
+from polars.selectors import by_name
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.tables import RowFiles
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread
-from dphybrid.data.table.cells import as_texts, clean, of_objects
-from dphybrid.data.table.files import find_files, read_files
-from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.kinds import Category
-from dphybrid.data.table.order import positions_in_time
-from dphybrid.data.table.rows import Rejected
+from dphybrid.data.table.files import Rejected, find_files, read_rows
+from dphybrid.data.table.frames import Written, as_frame, of_objects, rows_of, table_target, write_frames
+from dphybrid.data.table.values import Form, as_names, in_time, typed
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
@@ -35,6 +32,7 @@ from dphybrid.recipes.retrieval.data import HeldDataset, to_find
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
+from dphybrid.util.files import scratch_folder
 from dphybrid.util.threads import use_num_threads
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
@@ -85,7 +83,7 @@ class Recommender:
         # The config may have other names: training found the columns.
         info = read_state(self.checkpoint).info
         self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
-        self._forms = {name: Category(**info["forms"][name]) for name in (self._user, self._item)}
+        self._forms = {name: Form(**form) for name, form in info["forms"].items()}
         self._reading, self._time = config.data, config.data.time
         self._no_value = self._reading.no_value
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
@@ -154,39 +152,31 @@ class Recommender:
         if self._user not in frame.columns:
             raise UserError(f"the rows have no column {self._user!r} with users; add it")
         if self._item in frame.columns:
-            times = frame[self._time] if self._time in frame.columns else None
-            events = self._events(frame[self._user], frame[self._item], times)
-            return self._table(self._from_events([events], self._reading), 10)
+            return self._table(self._from_events(self._events(frame)), 10)
         return self.recommend(frame[self._user].drop_nulls())
 
-    def _events(
-        self,
-        users: pl.Series,
-        items: pl.Series | None,
-        times: pl.Series | None = None,
-        reading: RowFiles | None = None,
-    ) -> pl.DataFrame:
+    def _events(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Return the rows that have a user: its name, the item's number (-1: none that training knows), and
-        the time as a text (None: unknown). reading: how names are written; None: as in training."""
-        known = self._names(users, self._user, reading)
-        numbers = np.full(len(users), -1)
-        if items is not None:
-            names = self._names(items, self._item, reading)
+        the time as a number (None: unknown)."""
+        known = self._names(rows[self._user], self._user)
+        numbers = np.full(len(rows), -1)
+        times = pl.Series([None] * len(rows), dtype=pl.Float64)
+        if self._item in rows.columns:
+            names = self._names(rows[self._item], self._item)
             numbers = np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
-        at = as_texts(clean([times], self._no_value)[0]) if times is not None else pl.lit(None, pl.String)
-        rows = pl.DataFrame({"user": known, "item": numbers}).with_columns(time=at).drop_nulls("user")
-        return rows if items is not None else rows.unique("user", maintain_order=True)
+            if self._time in rows.columns:
+                values = typed(rows[self._time], self._forms[self._time], self._no_value)
+                if values.count():
+                    times = pl.Series(in_time(values, f"data.time={self._time!r}"))
+        found = pl.DataFrame({"user": known, "item": numbers, "time": times}).drop_nulls("user")
+        return found if self._item in rows.columns else found.unique("user", maintain_order=True)
 
-    def _from_events(self, parts: Sequence[pl.DataFrame], reading: RowFiles) -> "_People":
+    def _from_events(self, rows: pl.DataFrame) -> "_People":
         """Return the users of `_events`, each once, with the items of the events that training does not have,
-        in the order of their times, or of the rows. reading: how times are written."""
-        rows = pl.concat(
-            [pl.DataFrame(schema={"user": pl.String, "item": pl.Int64, "time": pl.String}), *parts]
-        )
+        in the order of their times, or of the rows."""
         people = self._people(rows["user"].unique(maintain_order=True))
         if rows["time"].null_count() < len(rows):
-            times_N, _ = positions_in_time(rows["time"], f"data.time={self._time!r}", reading)
-            rows = rows[np.argsort(times_N, kind="stable")]
+            rows = rows[np.argsort(rows["time"].fill_null(-np.inf).to_numpy(), kind="stable")]
         # Of equal events, training has the first ones.
         known, both = self._history.rows(people.numbers_B), ["user", "item"]
         of_user = people.names.gather(np.repeat(np.arange(len(known)), known.lengths))
@@ -203,17 +193,13 @@ class Recommender:
         left out. rows: a frame with the columns of users and items, or the path of files. Raises UserError
         without these columns, and if there is nothing to find."""
         if isinstance(rows, str | Path):
-            found = read_files(find_files(str(rows), "data.path"), self._reading, [])
-            frames = [
-                pl.DataFrame({n: chunk.cells[n] for n in (self._user, self._item) if n in chunk.names})
-                for chunk in found
-            ]
+            with rows_of(str(rows), self._reading, [self._user, self._item]) as found:
+                frame = found.frame.collect()
         else:
-            frames = [as_frame(rows, "the rows").lazy().collect()]
-        for frame in frames:
-            if missing := {self._user, self._item}.difference(frame.columns):
-                raise UserError(f"the rows have no column {min(missing)!r}; add it")
-        events = pl.concat(self._events(frame[self._user], frame[self._item]) for frame in frames)
+            frame = as_frame(rows, "the rows").lazy().collect()
+        if missing := {self._user, self._item}.difference(frame.columns):
+            raise UserError(f"the rows have no column {min(missing)!r}; add it")
+        events = self._events(frame)
         pairs_N2 = np.stack([self._people(events["user"]).numbers_B, events["item"].to_numpy()], 1)
         seen, history, num_users = self._seen, self._history, len(self._users)
         held_starts, held_items = to_find(pairs_N2, (seen.starts, seen.items), num_users)
@@ -305,29 +291,22 @@ class Recommender:
         known = self._config.data.model_dump() | {"path": path, "user": self._user, "item": self._item}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
-        found: list[pl.DataFrame] = []
-        rejected: list[Rejected] = []
-        for rows in read_files(files, data, rejected):
+        with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+            rows = read_rows(files, data, scratch, [data.user], as_text=True)
             if data.user not in rows.names:
                 raise UserError(
-                    f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
+                    f"{files[0]}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            reads_items = data.item in rows.names
-            items, times = (
-                rows.cells[name] if reads_items and name in rows.names else None
-                for name in (data.item, data.time)
-            )
-            found.append(self._events(rows.cells[data.user], items, times, data))
-        return self._from_events(found, data), rejected
+            renamed = {data.user: self._user, data.item: self._item}
+            renamed |= {data.time: self._time} if data.time and self._time else {}
+            frame = rows.frame.select(by_name(*renamed, require_all=False)).collect()
+        frame = frame.rename(renamed, strict=False)
+        return self._from_events(self._events(frame)), rows.rejected
 
-    def _names(self, values: Any, side: str, reading: RowFiles | None = None) -> pl.Series:
-        """Return the names of users or items in the form that training settled; null for no value. Warns of
-        names that may mean something else than in training."""
-        cells = values if isinstance(values, pl.Series) else of_objects(side, list(values), as_text=str)
-        form = self._forms[side].written(reading or self._reading)
-        if doubt := form.doubt(cells):
-            warnings.warn(doubt, stacklevel=2)
-        return form.values(clean([cells], self._no_value)[0])
+    def _names(self, values: Any, side: str) -> pl.Series:
+        """Return the names of users or items in the form that training settled; null for no value."""
+        cells = values if isinstance(values, pl.Series) else of_objects(side, list(values))
+        return as_names(cells, self._forms[side], self._no_value)
 
     def _people(self, found: pl.Series) -> "_People":
         """Return users by their names, with no items but those that training knows."""

@@ -18,7 +18,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import PACKED
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
-from dphybrid.data.table.lines import read_text
+from dphybrid.data.table.delimited import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, read_tokens, save_tokens
@@ -121,37 +121,35 @@ class _TextSource:
         tested = source_digests((self.test_file,), progress) if self.test_file else []
         if self.files:
             return source_digests(self.files, progress) + tested
-        return ["\0".join(f"{name}\0{text}" for name, text in self._documents((), {})).encode(), *tested]
+        return ["\0".join(f"{name}\0{text}" for name, text in self._documents(())).encode(), *tested]
 
-    def documents(self, files: Sequence[Path], notes: dict[str, None]) -> list[tuple[str, str]]:
+    def documents(self, files: Sequence[Path]) -> list[tuple[str, str]]:
         """Return the documents that have text, with their names."""
-        return [document for document in self._documents(files, notes) if document[1].strip()]
+        return [document for document in self._documents(files) if document[1].strip()]
 
-    def _documents(self, files: Sequence[Path], notes: dict[str, None]) -> Iterator[tuple[str, str]]:
-        found: list[str] = []
+    def _documents(self, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
         if not files:
             yield from sorted(_python_reference().items())
         elif len(files) > 1 and self.root:
             for file in files:
-                yield file.relative_to(self.root).as_posix(), read_text(file, self.data.encoding, found)
+                yield file.relative_to(self.root).as_posix(), read_text(file, self.data.encoding)
         else:
-            text = read_text(files[0], self.data.encoding, found).strip()
+            text = read_text(files[0], self.data.encoding).strip()
             # Without blank lines each line is a document, so that there is something to hold out.
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
             for number, paragraph in enumerate(paragraphs, start=1):
                 yield f"paragraph {number}", paragraph
-        notes |= dict.fromkeys(found)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        where, notes = str(self.root) if self.root else "the Python reference", dict[str, None]()
+        where = str(self.root) if self.root else "the Python reference"
         files = {name: self.parts.get(name, ()) for name in _PARTS} if self.parts else {"": self.files}
         parts = dict[str, list[tuple[str, str]]]()
         for done, (name, some) in enumerate(files.items()):
             progress("read documents", done, len(files))
             if some or not self.parts:
-                parts[name] = self.documents(some, notes)
+                parts[name] = self.documents(some)
         if self.test_file:
-            parts["test"] = self.documents((self.test_file,), notes)
+            parts["test"] = self.documents((self.test_file,))
         if "valid" not in parts:
             documents = parts.pop("train" if self.parts else "")
             if len(documents) < 2:
@@ -187,7 +185,7 @@ class _TextSource:
         num_documents = sum(map(len, parts.values()))
         lines = [
             f"  text from {where}: {counted(num_documents, 'document')}, {known.note}",
-            *(f"  reading: {note}" for note in (*self.notes, *notes)),
+            *(f"  reading: {note}" for note in self.notes),
         ]
         if self.parts:
             named = [
@@ -229,14 +227,14 @@ def later_text(
 ) -> tuple[Dataset, list[str]]:
     """Return text as a test part has it, in the tokens of the checkpoint. rows: the path of a file or folder,
     or a list of documents. Raises UserError for text without words."""
-    info, notes = read_state(checkpoint).info, dict[str, None]()
+    info = read_state(checkpoint).info
     known = read_tokens(checkpoint, int(info["num_words"]))
     if isinstance(rows, str | Path):
         source = open_source(TextDataConfig(path=str(rows), encoding=config.data.model_dump()["encoding"]), 0)
         if source.parts:
             names = " and ".join(source.parts)
             raise UserError(f"data.path={rows}: has files named {names}; name those to evaluate on")
-        documents = source.documents(source.files, notes)
+        documents = source.documents(source.files)
     elif isinstance(rows, Sequence) and all(isinstance(text, str) for text in rows):
         documents = [("", text) for text in rows if text.strip()]
     else:
@@ -246,7 +244,7 @@ def later_text(
         where = f"data.path={rows}" if isinstance(rows, str | Path) else "the rows"
         raise UserError(f"{where}: holds no words; give some text")
     line = f"{counted(len(documents), 'document')}, {_counted(tokens, known)}"
-    return _WindowDataset(tokens, int(info["window"]), known.num_bytes()), [line, *notes]
+    return _WindowDataset(tokens, int(info["window"]), known.num_bytes()), [line]
 
 
 def held_out(sizes: Sequence[int], fraction: float, seed: int) -> set[int]:

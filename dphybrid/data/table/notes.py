@@ -1,0 +1,75 @@
+"""What is said of columns of texts that the reader did not type: what they look like, and the option or the
+line of polars that types them."""
+
+import polars as pl
+
+from dphybrid.util.text import as_flags
+
+_LOOKED_AT = 10_000
+_MOSTLY = 0.95
+"""Share of the texts that must be numbers, or look like dates, for something to be said."""
+_FEW_OTHERS = 3
+_DAYS = (
+    *("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d", "%d/%m/%y"),
+    *("%m/%d/%y", "%d-%m-%y", "%d.%m.%y", "%Y%m%d", "%d-%b-%y", "%d-%b-%Y", "%b %d, %Y", "%B %d, %Y"),
+    *("%d %b %Y", "%d %B %Y", "%b %d %Y"),
+)
+_CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+_STARTS_LIKE = r"^\W*(?:[A-Z]{2,3}\W)?\d|^[A-Za-z]{3,9} \d"
+"""Begins with a digit, perhaps behind a sign or a currency, or with the name of a month."""
+_GROUPS = r"^[^\d,]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*$"
+
+
+def remedy(name: str, texts: pl.Series) -> str:
+    """Return what a column of texts looks like, and what types it; empty if it holds plain categories. texts:
+    stripped, None for no value."""
+    known = texts.drop_nulls()
+    known = known.gather_every(1 + len(known) // _LOOKED_AT)
+    if not len(known):
+        return ""
+    column = f'pl.col("{name}")'
+    odd = known.filter(known.cast(pl.Float64, strict=False).is_null())
+    if not len(odd):
+        zeros = known.str.contains(r"^-?0\d").any()
+        return "" if zeros else f"numbers written as texts; {column}.cast(pl.Float64, strict=False)"
+    if len(odd) < len(known) and (
+        len(odd) <= (1 - _MOSTLY) * len(known) or (odd.n_unique() == 1 and 2 * len(odd) < len(known))
+    ):
+        values = odd.unique(maintain_order=True).head(_FEW_OTHERS).to_list()
+        shown = ", ".join(map(repr, values))
+        flag = as_flags({"data.missing": values})
+        return f"numbers, but {shown} among them; {flag} if that is no value, else correct it"
+    if _share(known.str.contains(_STARTS_LIKE)) < _MOSTLY:
+        return ""
+    forms = (f"{day}{clock}" for day in _DAYS for clock in _CLOCKS)
+    few = known.head(100)
+    fits = [form for form in forms if _read(few, form) >= _MOSTLY and _read(known, form) >= _MOSTLY]
+    if fits:
+        other = f", or {fits[1]!r}" if len(fits) > 1 else ""
+        return f'dates such as {known[0]!r}; {column}.str.to_datetime("{fits[0]}", strict=False){other}'
+    if _share(known.str.contains(_GROUPS)) > 0.5:
+        line = f'{column}.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64, strict=False)'
+        return f"numbers with groups of digits, such as {known[0]!r}; {line}"
+    if _share(known.str.contains(r"^[^\d,]*\d+,\d+\D*$")) > 0.5:
+        return f"numbers with decimal commas, such as {known[0]!r}; --data.decimal ,"
+    units = known.str.extract(r"([A-Za-z%°]+)\W*$").unique()
+    if len(units) > 1:
+        return ""
+    if _share(known.str.replace_all(r"[^\d.-]", "").cast(pl.Float64, strict=False).is_not_null()) < _MOSTLY:
+        return ""
+    if known.str.contains(r"\d[-:/ ]\d|^0\d").any():
+        return ""
+    signs = known.str.replace_all(r"[\d.-]", "").unique().to_list()
+    what = f'.str.replace("{signs[0]}", "", literal=True)'
+    if len(signs) != 1:
+        what = '.str.replace_all(r"[^\\d.-]", "")'
+    return f"numbers with signs, such as {known[0]!r}; {column}{what}.cast(pl.Float64, strict=False)"
+
+
+def _read(texts: pl.Series, form: str) -> float:
+    times = texts.str.to_datetime(form, strict=False)
+    return _share((times.dt.year() >= 1000).fill_null(False))  # %Y accepts years of two digits
+
+
+def _share(mask: pl.Series) -> float:
+    return float(mask.mean() or 0)  # type: ignore[arg-type]

@@ -1,0 +1,395 @@
+"""What the reader of files types, rejects, says and refuses; and what must never be lost or merged."""
+
+import gzip
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from dphybrid.data import Prepared
+from dphybrid.data.table.encoder import Encoder, Unknown
+from dphybrid.data.table.files import Rows, find_files, read_rows
+from dphybrid.util.errors import UserError
+from tests.preparing import TableDataConfig, from_file
+from tests.refusing import refused
+
+
+def rows_of(
+    folder: Path, content: str | bytes, name: str = "x.csv", named: tuple[str, ...] = (), **values: object
+) -> Rows:
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    data = TableDataConfig.model_validate({"path": str(file)} | values)
+    return read_rows([file], data, folder / "scratch", named)
+
+
+def roles_of(prepared: Prepared) -> dict[str, str]:
+    return {c["name"]: c["role"] for c in prepared.manifest.facts["columns"]}
+
+
+def known_of(prepared: Prepared, name: str) -> set[str]:
+    (column,) = [c for c in Encoder.load(prepared.path / "encoder").columns if c.name == name]
+    assert column.vocabulary is not None
+    return {*column.vocabulary}
+
+
+LATE = 21_000
+"""Rows before a surprise: more than those from which the reader infers types."""
+
+
+def test_a_fraction_among_whole_numbers_is_not_rounded(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "a,b\n" + "1,u\n" * LATE + "8.5,u\n")
+    assert rows.column("a")[-1] == 8.5
+
+
+@pytest.mark.parametrize("ids", [[2**60 + n for n in range(3)], [2**63 + 5, 2**63 + 6], [10**25, 10**25 + 1]])
+def test_ids_of_any_size_stay_exact(ids: list[int], tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "a,b\n" + "1,u\n" * LATE + "".join(f"{each},u\n" for each in ids))
+    assert rows.column("a").cast(pl.String)[-len(ids) :].to_list() == [*map(str, ids)]
+
+
+def test_late_texts_make_a_column_of_texts_only_if_they_are_many(tmp_path: Path) -> None:
+    few = rows_of(tmp_path, "a,b\n" + "1,u\n" * LATE + "x,u\n")
+    assert few.column("a").dtype == pl.Float64
+    ((line, reason),) = [(row["line"], row["reason"]) for row in few.rejected]
+    assert (line, "'a'" in reason, '"x"' in reason) == (LATE + 2, True, True)
+    many = rows_of(tmp_path, "a,b\n" + "1,u\n" * LATE + "007,u\nx,u\n" * 40)
+    assert many.column("a").dtype == pl.String
+    assert many.column("a")[-2:].to_list() == ["007", "x"]
+
+
+def test_leading_zeros_of_ids_are_kept_wherever_they_appear(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "shop_id,b\n" + "7,u\n" * LATE + "007,u\n")
+    assert rows.column("shop_id")[-2:].to_list() == ["7", "007"]
+    whole = rows_of(tmp_path, "shop_id,b\n" + "7,u\n" * LATE + "8.0,u\n")
+    assert whole.column("shop_id")[-2:].to_list() == [7, 8]
+
+
+def test_years_of_two_digits_and_small_numbers_are_no_times(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "when,n\n" + "15-01-22,1 2 3\n" * 30)
+    assert [*rows.frame.collect_schema().values()] == [pl.String, pl.String]
+
+
+def test_an_empty_name_above_an_index_keeps_the_header(tmp_path: Path) -> None:
+    prepared = from_file_of(tmp_path, ",a,y\n" + "".join(f"{i},{'uv'[i % 2]},{i % 2}\n" for i in range(60)))
+    assert roles_of(prepared) == {"": "ignore", "a": "categorical"}
+
+
+def from_file_of(folder: Path, content: str, name: str = "x.csv", **values: object) -> Prepared:
+    (folder / name).write_text(content)
+    return from_file(folder / name, **values)
+
+
+def test_texts_for_no_value_may_hold_the_separator(tmp_path: Path) -> None:
+    rows = rows_of(
+        tmp_path, "a;n\n" + "u;1\nv;none;no\n" * 9, delimiter=";", missing=("none;no", "-9"), max_rejected=1
+    )
+    assert rows.column("n").to_list() == [1.0] * 9
+
+
+def test_mixed_line_ends_and_marks_are_read(tmp_path: Path) -> None:
+    assert len(rows_of(tmp_path, "a,b\r\n1,2\r\n3,4\n5,6\r\n" * 1)) == 3
+    assert rows_of(tmp_path, "\ufeffa,b\n1,2\n").names == ["a", "b"]
+    assert rows_of(tmp_path, "a,b\n1,é\n2,z\n".encode("utf-16")).column("b").to_list() == ["é", "z"]
+    assert rows_of(tmp_path, gzip.compress(b"a,b\n1,2\n3,4\n"), "x.csv.gz").column("b").to_list() == [2, 4]
+
+
+def test_decimal_commas_are_taken_where_the_comma_separates_nothing(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "w;n\n" + "a;1,5\nb;2,7\n" * 20)
+    assert rows.column("n").head(2).to_list() == [1.5, 2.7]
+    assert "decimals are written with a comma" in rows.notes[-1]
+    assert rows.forms["n"].comma
+
+
+def test_quotes_may_appear_late(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "a,b\n" + "u,v\n" * 400_000 + '"x, y",v\n')
+    assert rows.column("a")[-1] == "x, y"
+
+
+def test_names_that_differ_in_case_or_mean_something_to_polars(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, 'A,a,*,^x$,"say ""b"""\n' + "1,2,3,4,5\n" * 3)
+    assert rows.names == ["A", "a", "*", "^x$", 'say "b"']
+    assert [rows.column(name)[0] for name in rows.names] == [1, 2, 3, 4, 5]
+
+
+def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> None:
+    assert rows_of(tmp_path, "a,b,b\n1,2,3\n").names == ["a", "b", "b_1"]
+    with refused("has two columns named 'b'; rename one"):
+        rows_of(tmp_path, "a,b,b\n1,2,3\n", named=("b",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.csv", b"", "is empty"),
+        ("x.csv", b"\n\n", "is empty"),
+        ("x.csv", b"a,b\n" + b"1,\xe9\n" * 30, "not UTF-8 text; set data.encoding"),
+        ("x.csv.gz", gzip.compress(b"a,b\n1,2\n" * 3000)[:-9], "not a complete gzip file"),
+        ("x.jsonl", b'{"a": 1}\n{"a": }\n', "cannot be read as JSON lines"),
+        ("x.parquet", b"PAR1 and no table", "cannot be read as Parquet"),
+        ("x.csv", b"PK\x03\x04", "an Excel or zip file"),
+        ("x.csv", b"BZh91AY&SY", "packed with bzip2"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_a_sentence(
+    name: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    with refused(words):
+        rows_of(tmp_path, content, name)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x.csv", "https://host/x.csv"])
+def test_addresses_are_no_files(path: str) -> None:
+    with refused(f"data.path={path}: is no file of this machine; download it"):
+        find_files(path, "data.path")
+
+
+def test_types_that_polars_lacks_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    wide = pyarrow.array(range(60)).cast(pyarrow.decimal256(60, 0))
+    parquet.write_table(pyarrow.table({"a": wide, "y": [0, 1] * 30}), tmp_path / "x.parquet")
+    with refused("cannot be read as Parquet: .*precision"):
+        from_file(tmp_path / "x.parquet")
+
+
+def test_columns_come_and_go_between_files(tmp_path: Path) -> None:
+    days = tmp_path / "days"
+    days.mkdir()
+    body = [f"s{i % 9},{i % 2}" for i in range(200)]
+    (days / "1.csv").write_text("site,clicked\n" + "\n".join(body))
+    (days / "2.csv").write_text(
+        "site,campaign,clicked\n" + "\n".join(row.replace(",", ",c,") for row in body)
+    )
+    (days / "3.csv").write_text("clicked\n" + "\n".join(row[-1] for row in body))
+    prepared = from_file(tmp_path / "x", path=str(days), label="clicked", ignore=("campaign",))
+    assert "2.csv has more columns than 1.csv, which are left out: campaign" in prepared.describe()
+    assert "3.csv has no column site: no value in its rows" in prepared.describe()
+    assert (prepared.arrays["ids_BF"][400:] == 0).all()
+    assert len(prepared.arrays["labels_B"]) == 600
+
+
+def test_a_base_goes_on_when_columns_come_and_go(tmp_path: Path) -> None:
+    first = "".join(f"s{i % 9},{i % 7 / 4},{i % 2}\n" for i in range(200))
+    later = "".join(f"s{i % 11},c{i % 3},{i % 2}\n" for i in range(200, 500))
+    base = from_file_of(tmp_path, "site,n,y\n" + first, "1.csv")
+    grown = from_file_of(tmp_path, "site,campaign,y\n" + later, "2.csv", base=str(base.path))
+    assert "columns that the earlier table has not are left out: campaign" in grown.describe()
+    assert "columns of the earlier table are gone, no values: n" in grown.describe()
+    assert grown.info["inputs"] == base.info["inputs"]
+    assert {"s9", "s10"} <= known_of(grown, "site")
+
+
+def test_keys_stay_on_their_side_when_a_model_is_retrained(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+
+    def rows(count: int, users: int) -> list[str]:
+        return [f"u{random.integers(users)},{random.normal():.6f},{i % 2}" for i in range(count)]
+
+    old, new = rows(600, 30), rows(600, 45)
+    given = {"split": "key", "split_column": "user", "valid_fraction": 0.3, "categorical": ("user",)}
+    base = from_file_of(tmp_path, "\n".join(["user,x,y", *old]), "1.csv", **given)
+    grown = from_file_of(tmp_path, "\n".join(["user,x,y", *old, *new]), "2.csv", base=str(base.path), **given)
+    users = np.array([row.split(",")[0] for row in (*old, *new)])
+    train, valid = ({*users[grown.arrays[f"{part}_rows"]]} for part in ("train", "valid"))
+    assert train.isdisjoint(valid)
+    before = {*users[base.arrays["valid_rows"]]}
+    assert before <= valid
+
+
+def test_a_few_different_rows_can_be_retrained_on(tmp_path: Path) -> None:
+    def table(name: str) -> str:
+        return "a,y\n" + "".join(f"{'uv'[i % 2]},{i // 2 % 2}\n" for i in range(400))
+
+    base = from_file_of(tmp_path, table("1"), "1.csv")
+    grown = from_file_of(tmp_path, table("2") + "u,1\n", "2.csv", base=str(base.path))
+    assert len(grown.arrays["valid_rows"])
+
+
+@pytest.mark.parametrize(("unit", "one"), [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_whole_numbers_since_1970_are_times(unit: str, one: int, kind: str, tmp_path: Path) -> None:
+    seconds = 1_252_800_000 + np.random.default_rng(0).integers(0, 900, 400) * 86_400 + 3 * 3600
+    table = pl.DataFrame(
+        {"unixReviewTime": seconds * one, "other": seconds * one, "y": seconds // 86_400 % 2}
+    )
+    file = tmp_path / f"x.{kind}"
+    table.write_csv(file) if kind == "csv" else table.write_parquet(file)
+    prepared = from_file(file)
+    assert roles_of(prepared)["unixReviewTime"] == "time"
+    assert f"check unixReviewTime, time: whole numbers of {unit} since 1970; " in prepared.describe()
+    assert roles_of(from_file(file, times=("other",)))["other"] == "time"
+    encoder = Encoder.load(prepared.path / "encoder")
+    (column,) = [c for c in encoder.numbers if c.name == "unixReviewTime"]
+    hours, _, days = column.numbers(column.read(table["unixReviewTime"].cast(pl.String)))
+    assert ({*hours.tolist()}, int(days[0])) == ({3.0}, int(seconds[0] // 86_400))
+
+
+def test_numbers_that_are_no_times_are_refused_as_such(tmp_path: Path) -> None:
+    body = "n,y\n" + "".join(f"{i * 3 % 50},{i % 2}\n" for i in range(60))
+    with refused("data.times: column 'n' holds 0.0, not a date or time"):
+        from_file_of(tmp_path, body, times=("n",))
+    body = "w,y\n" + "".join(f"{'ab'[i % 2]},{i // 2 % 2}\n" for i in range(60))
+    with refused("data.numeric: column 'w' holds 'a', not a number, in 48 of 48 rows"):
+        from_file_of(tmp_path, body, numeric=("w",))
+
+
+def test_ids_that_appear_late_are_not_merged(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    ids = np.r_[random.integers(1, 500, 22_000), 2**55 + random.integers(1, 60, 8_000)]
+    table = pl.DataFrame({"shop": ids, "y": random.integers(0, 2, 30_000)})
+    for kind in ("csv", "parquet", "jsonl"):
+        file = tmp_path / f"x.{kind}"
+        {"csv": table.write_csv, "parquet": table.write_parquet, "jsonl": table.write_ndjson}[kind](file)
+        prepared = from_file(file, min_count=1)
+        assert known_of(prepared, "shop") == {*map(str, ids[np.sort(prepared.arrays["train_rows"])].tolist())}
+
+
+def test_floats_that_have_merged_ids_are_refused_as_ids(tmp_path: Path) -> None:
+    keys = np.random.default_rng(0).integers(0, 50, 2000)
+    ids = [None if i % 97 == 5 else float(2**60 + int(key) * 3) for i, key in enumerate(keys)]
+    pl.DataFrame({"h": ids, "a": keys, "y": keys % 2}).write_parquet(tmp_path / "x.parquet")
+    prepared = from_file(tmp_path / "x.parquet")
+    assert roles_of(prepared)["h"] == "ignore"
+    assert (
+        "check h, ignore: floats beyond 2^53 have merged ids; write them as whole numbers"
+        in prepared.describe()
+    )
+    with refused(r"data.categorical: column 'h': floats beyond 2\^53 have merged ids"):
+        from_file(tmp_path / "x.parquet", categorical=("h",))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (lambda v: f"{v:05d}", lambda v: str(v)),
+        (lambda v: str(v * 7919 + 2**63), lambda v: str(v * 7919 - 2**63)),
+    ],
+)
+def test_columns_of_unknown_values_are_said(good: object, bad: object, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(1, 60, 2000).tolist()
+    text = "k,y\n" + "".join(f"{good(v)},{v % 2}\n" for v in values)  # type: ignore[operator]
+    encoder = Encoder.load(from_file_of(tmp_path, text, categorical=("k",)).path / "encoder")
+    data = TableDataConfig()
+    for write, said in ((good, 0), (bad, 1)):
+        unknown = Unknown()
+        cells = pl.Series("k", [write(v) for v in values])  # type: ignore[operator]
+        encoder.encode(pl.DataFrame([cells]), data.no_value, unknown)
+        lines = unknown.lines(encoder.columns)
+        assert len(lines) == said
+    assert (
+        "Column 'k': 2,000 of 2,000 values are unknown to the model; of the validation rows, 0.0% were"
+        in lines[0]
+    )
+
+
+def test_items_and_numbers_that_are_unknown_are_said(tmp_path: Path) -> None:
+    body = "tags,n,y\n" + "".join(f"{100 + i % 9}|{160 + i % 7},{i % 5 / 4},{i % 2}\n" for i in range(400))
+    encoder = Encoder.load(from_file_of(tmp_path, body, bags=("tags:|",)).path / "encoder")
+    unknown = Unknown()
+    new = pl.DataFrame({"tags": ["100 160"] * 30, "n": ["$1"] * 30})
+    encoder.encode(new, (), unknown)
+    lines = unknown.lines(encoder.columns)
+    assert lines[1] == "Column 'n': 30 values of 30 are no numbers and count as missing"
+    assert lines[0].startswith("Column 'tags': 30 of 30 values are unknown to the model")
+
+
+def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path) -> None:
+    body = "country,y\n" + "".join(f"{('NA', 'DE', 'FR')[i % 3]},{i % 2}\n" for i in range(300))
+    prepared = from_file_of(tmp_path, body)
+    assert (
+        "country: 100 cells such as NA are read as missing; --data.missing '' keeps them"
+        in prepared.describe()
+    )
+    assert "NA" in known_of(from_file_of(tmp_path, body, missing=""), "country")
+    assert TableDataConfig(missing="-200,-9999").no_value[-2:] == ("-200", "-9999")
+
+
+def test_numbers_that_mean_no_value_in_any_notation(tmp_path: Path) -> None:
+    body = "n,y\n" + "".join(f"{-200 if i % 4 == 0 else i * 3 % 50 + 0.5},{i % 2}\n" for i in range(200))
+    prepared = from_file_of(tmp_path, body.replace("-200,", "-200.0,"), missing="-200")
+    (column,) = Encoder.load(prepared.path / "encoder").numbers
+    assert (prepared.arrays["dense_BN"][:, 1] == [i % 4 == 0 for i in range(200)]).all()
+    assert column.learned.mean > 0
+
+
+@pytest.mark.parametrize(
+    ("cells", "line"),
+    [
+        (["$5.10", "$7.25"], 'pl.col("x").str.replace("$", "", literal=True).cast(pl.Float64, strict=False)'),
+        (["63%", "7%"], 'pl.col("x").str.replace("%", "", literal=True)'),
+        (["1,234.5", "27,000.1"], 'pl.col("x").str.replace_all(r"[^\\d.-]", "").cast(pl.Float64'),
+        (["2,6", "3,75"], "--data.decimal ,"),
+        (["3/14/24", "12/25/23"], 'pl.col("x").str.to_datetime("%m/%d/%y"'),
+        (["1.5"] * 30 + ["unknown"], "--data.missing unknown if that is no value"),
+        (["a|b", "b|c", "c|a|b"], "--data.bags 'x:|' reads the items between the marks"),
+    ],
+)
+def test_texts_that_look_like_something_else_are_said_with_their_line(
+    cells: list[str], line: str, tmp_path: Path
+) -> None:
+    table = pl.DataFrame({"x": (cells * 200)[:400], "y": [0, 1] * 200})
+    table.write_parquet(tmp_path / "x.parquet")
+    prepared = from_file(tmp_path / "x.parquet")
+    assert roles_of(prepared) == {"x": "categorical"}
+    assert "check x, categorical: " in prepared.describe()
+    assert line in prepared.describe()
+
+
+@pytest.mark.parametrize(
+    "cells", [["00123", "00456"], ["10.0.0.1", "10.0.0.2"], ["a1", "b2"], ["A-1", "B-2"], ["19M", "512k"]]
+)
+def test_plain_categories_are_not_doubted(cells: list[str], tmp_path: Path) -> None:
+    pl.DataFrame({"x": cells * 100, "y": [0, 1] * 100}).write_parquet(tmp_path / "x.parquet")
+    assert "check x" not in from_file(tmp_path / "x.parquet").describe()
+
+
+def test_a_sign_of_two_colons_inside_cells_splits_nothing(tmp_path: Path) -> None:
+    body = "".join(f"{i % 2}\tfe80::{i % 9:x}\tGET\t{i % 50}\n" for i in range(600))
+    prepared = from_file_of(tmp_path, body, "x.tsv", label="0")
+    assert [*roles_of(prepared)] == ["1", "2", "3"]
+    rows = rows_of(tmp_path, "a::b::c\n" + "1::2::3\n" * 30)
+    assert "--data.delimiter :: splits it" in rows.notes[-1]
+    assert rows_of(tmp_path, "a::b::c\n" + "1::2::3\n" * 30, delimiter="::").names == ["a", "b", "c"]
+
+
+def test_the_order_of_dates_is_said_or_asked(tmp_path: Path) -> None:
+    body = "at,y\n" + "".join(f"{1 + i % 9:02d}/{1 + i % 11:02d}/2024,{i % 2}\n" for i in range(240))
+    prepared = from_file_of(tmp_path, body)
+    assert (
+        "check at, time: dates are read as %d/%m/%Y; --data.dateformat says otherwise" in prepared.describe()
+    )
+    given = {"split": "time", "split_column": "at"}
+    with refused("data.split_column=at: its dates can be read in two ways; set data.dateformat"):
+        from_file_of(tmp_path, body, **given)
+    from_file_of(tmp_path, body, dateformat="%m/%d/%Y", **given)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.sampled_from(list("ab01.,;\t\"' \n\r|\\é")), max_size=120), st.sampled_from([0.001, 1.0]))
+def test_any_text_is_read_or_refused_with_a_sentence(tmp_path: Path, text: str, most: float) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("a,b,y\n1,u,0\n2,v,1\n" + text, newline="")
+    rows = None
+    with suppress(UserError):
+        rows = read_rows([file], TableDataConfig(path=str(file), max_rejected=most), tmp_path / "scratch")
+    if rows is None:
+        return
+    assert len(rows.frame.collect()) == len(rows)
+    of_file, lines = rows.lines()
+    assert len(of_file) == len(lines) == len(rows)
+
+
+def test_rejected_rows_have_their_lines_and_the_others_keep_theirs(tmp_path: Path) -> None:
+    body = [f"{i},a,{i % 2}" for i in range(400)]
+    body[7] = "7,a"
+    prepared = from_file_of(tmp_path, "\n".join(["n,w,y", *body]), max_rejected=0.01)
+    (rejected,) = map(json.loads, (prepared.path / "rejected.jsonl").read_text().splitlines())
+    assert (rejected["line"], rejected["text"]) == (9, "7,a")
+    rows = rows_of(tmp_path, "\n".join(["n,w,y", *body]), max_rejected=0.01)
+    assert rows.lines()[1].to_list() == [*range(2, 9), *range(10, 402)]
