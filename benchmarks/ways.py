@@ -158,7 +158,8 @@ def plain_text(experiment: Experiment) -> Way:
     model = _built(experiment)
     num_words = experiment.data.info["num_words"]
     words = nn.Embedding.from_pretrained(model.words.settled().clone(), freeze=False, sparse=True)
-    network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True, dropout=o.dropout)
+    between = o.dropout if o.layers > 1 else 0.0  # torch warns of one where there is nothing between
+    network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True, dropout=between)
     blocks = nn.ModuleDict({"network": network, "output": nn.Linear(o.hidden, num_words)})
     # The recipe's start weights, so that the losses of all ways can be compared.
     start = model.region.module.state_dict()

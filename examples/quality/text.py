@@ -35,7 +35,8 @@ class PlainText(nn.Module):
     def __init__(self, num_words: int, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
         self.words, self.dropout = nn.Embedding(num_words, dim), nn.Dropout(dropout)
-        self.network = nn.LSTM(dim, hidden, layers, batch_first=True, dropout=dropout)
+        between = dropout if layers > 1 else 0.0  # torch warns of one where there is nothing between
+        self.network = nn.LSTM(dim, hidden, layers, batch_first=True, dropout=between)
         self.output = nn.Linear(hidden, num_words)
         for weight in (self.words.weight, self.output.weight):
             nn.init.uniform_(weight, -0.1, 0.1)
