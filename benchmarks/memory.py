@@ -62,6 +62,10 @@ class Model(nn.Module):
             self.memory.table = hold(self.memory.table)  # type: ignore[assignment]
             nn.init.normal_(self.memory.value.weight, std=0.02)
 
+    def table_ids(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return the rows that `forward` looks up."""
+        return {"memory.table": self.memory.row_ids(batch[0])}
+
     def forward(self, tokens_BT: Tensor, next_BT: Tensor) -> Tensor:
         device = self.tokens.weight.device
         hidden = self.tokens(tokens_BT.to(device))
@@ -98,7 +102,7 @@ def step_ms(model: Model, rows: torch.optim.Optimizer | None, steps: int, mode: 
     given, times = batches(steps + 1), []
     with RowPipeline(model, mode=mode) if rows else nullcontext() as pipeline:
         start = time.perf_counter()
-        for tokens_BT, next_BT in pipeline.prefetch(given) if pipeline else given:
+        for tokens_BT, next_BT in pipeline.prefetch(given, model.table_ids) if pipeline else given:
             model(tokens_BT, next_BT).backward()
             for optimizer in optimizers:
                 optimizer.step()

@@ -110,7 +110,7 @@ class RankEngine(ClusterEngine):
         outputs = trained.model(batch)
         with stage("loss"):
             loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
-            own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
+            own = [float(loss.detach()), float(weight.detach()), num_rows(batch, trained.model)]
             sent, self.table.bytes_sent = self.table.bytes_sent, 0.0
             sums = self.ranks.sum(torch.tensor([*own, session.stop.pending, sent]).double())
             # Stop requests travel with the loss: all ranks must stop after the same step, or some would wait
@@ -143,7 +143,7 @@ class RankEngine(ClusterEngine):
                 trained.dense.step()
         return sums[0], sums[1]
 
-    def num_rows(self, batch: dict[str, Tensor]) -> int:
+    def num_rows(self, batch: dict[str, Tensor], model: nn.Module) -> int:
         return self._batch_rows
 
     def asked(self, stop: StopRequest) -> bool:

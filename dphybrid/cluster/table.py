@@ -43,12 +43,7 @@ class _SpreadTable(HostEmbedding):
         nn.Module.__init__(self)
         self.name = table.name
         self.padding_idx, self.start = table.padding_idx, table.start
-        self.counters, self.ahead, self._padding, self._frozen = (
-            table.counters,
-            table.ahead,
-            table._padding,
-            table._frozen,
-        )
+        self.counters, self.ahead, self._padding = table.counters, table.ahead, table._padding
         self._gates, self._placed = table._gates, None
         self._path, self.out_dtype = None, torch.float32
         self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # no rows are prefetched to a GPU
@@ -61,8 +56,9 @@ class _SpreadTable(HostEmbedding):
         self.spread = Spread(ranks, pieces, bounds)
         whole = self.spread.tensors()
         self._rows: object = whole[0]
-        self.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(0, table.dim))  # row optimizers make states of what is trained
         self.info.make_states, self.info.synchronized = self._fbgemm_states, True
+        self.info.padding, self.info.frozen = table.info.padding, table.info.frozen
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
@@ -152,8 +148,8 @@ class _SpreadTable(HostEmbedding):
         # Zeros instead of skipping: the backward is a joint operation, for which the other ranks wait.
         if grads_UD is None:
             grads_UD = torch.zeros_like(lookup.leaf_UD)
-        if self._frozen.rows:
-            frozen_U = self._frozen.has(lookup.where.unique_U)
+        if self.info.frozen.rows:
+            frozen_U = self.info.frozen.has(lookup.where.unique_U)
             grads_UD = grads_UD.masked_fill(frozen_U.to(grads_UD.device)[:, None], 0.0)
         self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
 

@@ -9,7 +9,7 @@ back), `ahead` and `pipeline` (exact prefetching), `collection` (many tables in 
 files), `hosting` (embeddings of any model), `published` (checkpoints), `ngrams` (memory of a language model).
 """
 
-from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
+from dphybrid.embedding.collection import HostEmbeddingCollection, dense_parameters, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.gradients import clip_grad_norm_, clip_rows_too
 from dphybrid.embedding.hosting import host_tables, load_rows, save_rows
@@ -26,8 +26,8 @@ from dphybrid.embedding.optim import (
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
 from dphybrid.embedding.published import merge_rows
 from dphybrid.embedding.ranking import Ranked, rank_rows
-from dphybrid.embedding.softmax import linear_cross_entropy, sampled_softmax
-from dphybrid.embedding.table import HostEmbedding, dense_parameters
+from dphybrid.embedding.softmax import linear_cross_entropy
+from dphybrid.embedding.table import HostEmbedding
 
 __all__ = [
     "CombinedOptimizer",
@@ -53,6 +53,5 @@ __all__ = [
     "linear_cross_entropy",
     "rank_rows",
     "row_optimizer",
-    "sampled_softmax",
     "save_rows",
 ]

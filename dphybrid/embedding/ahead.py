@@ -184,11 +184,11 @@ class LookupsAhead:
         # Recorded changes must follow each other without a gap, from the lookup's version (or earlier) to
         # now. A gap is a write that is not in the record: then any row may have changed.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
-        known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
+        is_recorded = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
         positions = (
             self._changed_positions(changes, uniques, len(weight))
-            if known
+            if is_recorded
             else [torch.arange(len(ids_U), device="cpu") for ids_U in uniques]
         )
         for share, positions_C in zip(lookup.shares, positions, strict=True):

@@ -4,7 +4,7 @@ row, set in each step.
 Letters: V rows of a table, U unique rows of an update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,25 +14,27 @@ from dphybrid.embedding.storage import zero_rows
 
 
 class ChangedRows:
-    """The rows of tables that were changed since the last `forget`. tables: name -> the tensors that an
-    update changes (weight and states).
+    """The rows of tables that were changed since the last `forget`. tensors: returns, by table, what an
+    update changes (weight, then states).
 
     A change by anything else (a loaded state dict, an edit by hand) shows in the tensors' versions. The
     changed rows of that table are then unknown until the next `forget`.
     """
 
-    def __init__(self, tables: Mapping[str, Sequence[Tensor]]) -> None:
-        self._tables = tables
+    def __init__(self, tensors: Callable[[], Mapping[str, Sequence[Tensor]]]) -> None:
+        self._tensors = tensors
         # As numpy's arrays, whose indexing is faster than torch's `mark[rows] = 1`.
-        self._marks = {n: zero_rows((len(held[0]),), torch.uint8).numpy() for n, held in tables.items()}
+        self._marks = {
+            name: zero_rows((len(weight),), torch.uint8).numpy() for name, (weight, *_) in tensors().items()
+        }
         self._expected_versions: dict[str, list[int]] = {}
-        self._updates = dict.fromkeys(tables, 0)
+        self._updates: dict[str, int] = {}
         self.forget()
 
     def add(self, name: str, rows_U: np.ndarray) -> None:
         """Record an update of these rows of a table. The update must have raised each of the table's tensor
         versions by one."""
-        if name in self._tables:
+        if name in self._marks:
             self._marks[name][rows_U] = 1
             self._updates[name] += 1
 
@@ -42,10 +44,8 @@ class ChangedRows:
         if self._expected_versions:
             for mark_V in self._marks.values():
                 mark_V.fill(0)
-        self._expected_versions = {
-            name: [tensor._version for tensor in held] for name, held in self._tables.items()
-        }
-        self._updates = dict.fromkeys(self._tables, 0)
+        self._updates = dict.fromkeys(self._marks, 0)
+        self._expected_versions = self._versions()
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
         """Reset, with these rows (int64) of each table counted as changed."""
@@ -54,11 +54,16 @@ class ChangedRows:
             self._marks[name][rows_U.numpy()] = 1
 
     def unknown(self) -> set[str]:
-        """Return the tables that something other than an update has changed since the last `forget`."""
+        """Return the tables that something other than an update has changed since the last `forget`, or that
+        have got states since."""
+        expected = self._expected_versions
+        return {name for name, versions in self._versions().items() if versions != expected[name]}
+
+    def _versions(self) -> dict[str, list[int]]:
+        """Return the versions that each table's tensors would have without the updates."""
+        tensors = self._tensors()
         return {
-            name
-            for name, held in self._tables.items()
-            if [tensor._version - self._updates[name] for tensor in held] != self._expected_versions[name]
+            name: [tensor._version - self._updates[name] for tensor in tensors[name]] for name in self._marks
         }
 
     def rows(self) -> dict[str, Tensor | None]:

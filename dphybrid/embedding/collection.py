@@ -58,7 +58,7 @@ class HostEmbeddingCollection(nn.Module):
         self._starts_F = torch.tensor(starts[:-1], device="cpu")
         self._num_rows_F = torch.tensor(list(tables.values()), device="cpu")
         padding_rows = [
-            self._known(table, row) + self.starts[table] for table, row in (padding or {}).items()
+            self._padding_row(table, row) + self.starts[table] for table, row in (padding or {}).items()
         ]
         scales = [(row, row + 1, 0.0) for row in padding_rows]
         if isinstance(std, Mapping):
@@ -72,7 +72,7 @@ class HostEmbeddingCollection(nn.Module):
         self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
         self.flat.mark_padding(padding_rows)
 
-    def _known(self, table: str, row: int) -> int:
+    def _padding_row(self, table: str, row: int) -> int:
         if not 0 <= row < self.num_rows.get(table, 0):
             raise UserError(f"padding {table!r}: {row} is not a row of the tables {self.num_rows}")
         return row
@@ -155,6 +155,18 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
             yield collections.get(id(module)) or name, module
 
 
+def is_dense(model: nn.Module) -> Callable[[Tensor], bool]:
+    """Return a function that tells the other parameters of a model from its tables' weights."""
+    # By identity: a weight of two modules has two names.
+    weights = {id(table.weight) for table in find_tables(model).values()}
+    return lambda parameter: id(parameter) not in weights
+
+
+def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a model, except its tables' weights."""
+    return filter(is_dense(model), model.parameters())
+
+
 def as_list(params: Any) -> list[object]:
     """Return an optimizer's `params` as a list of weights, tables, (name, weight or table) pairs, or
     groups."""
@@ -166,7 +178,7 @@ def as_list(params: Any) -> list[object]:
 def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
     """Return (name, weight) pairs, each weight once. Raises UserError for anything that is not a table's
     weight."""
-    named: dict[int, tuple[str, Tensor]] = {}  # by identity: a weight of two tables is updated once
+    by_id: dict[int, tuple[str, Tensor]] = {}  # by identity: a weight of two tables is updated once
     for entry in params:
         name, weight = entry if isinstance(entry, tuple) else (None, entry)
         if isinstance(weight, HostEmbedding):
@@ -178,9 +190,9 @@ def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
                 "parameters to a torch.optim optimizer"
             )
         info = info_of(weight)
-        named.setdefault(id(weight), (name or (info.name if info else f"weight {len(named)}"), weight))
-    names = [name for name, _ in named.values()]
+        by_id.setdefault(id(weight), (name or (info.name if info else f"weight {len(by_id)}"), weight))
+    names = [name for name, _ in by_id.values()]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
-    return list(named.values())
+    return list(by_id.values())

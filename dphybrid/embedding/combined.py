@@ -1,7 +1,6 @@
 """Several optimizers as one, such as a dense and a row optimizer, for trainers that accept only one."""
 
-import itertools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,57 +10,25 @@ from dphybrid.util.compiling import EagerOptimizer
 from dphybrid.util.errors import UserError
 
 
-class _States(MutableMapping[torch.Tensor, Any]):
-    """The states of several optimizers; an edit is one of the optimizer that has the parameter."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def _of(self, parameter: torch.Tensor) -> Any:
-        for optimizer in self._optimizers:
-            owned = (each for group in optimizer.param_groups for each in group["params"])
-            if parameter in optimizer.state or any(parameter is each for each in owned):
-                return optimizer.state
-        raise KeyError(parameter)
-
-    def __getitem__(self, parameter: torch.Tensor) -> Any:
-        return self._of(parameter)[parameter]
-
-    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
-        self._of(parameter)[parameter] = state
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self._of(parameter)[parameter]
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter in optimizer.state for optimizer in self._optimizers)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return itertools.chain(*(list(optimizer.state) for optimizer in self._optimizers))
-
-    def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
-
-
 class CombinedOptimizer(EagerOptimizer):
     """A torch.optim.Optimizer that steps several optimizers: `CombinedOptimizer(dense, rows)`.
 
     `param_groups` are the optimizers' own dicts, in order, so a learning-rate schedule scales each group from
-    that group's own rate. `defaults` are those that all of them have. Raises UserError for other objects, and
-    if a parameter belongs to two of the optimizers.
+    that group's own rate. `state` is a new dict of their states. `defaults` are those that all of them have.
+    Raises UserError for other objects, and if a parameter belongs to two of the optimizers.
     """
 
     optimizers: tuple[Optimizer, ...]
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        others = [type(other).__name__ for other in optimizers if not isinstance(other, Optimizer)]
-        if others or not optimizers:
+        foreign = [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]
+        if foreign or not optimizers:
             raise UserError(
-                f"CombinedOptimizer: {', '.join(others) or 'nothing'} is not a torch.optim.Optimizer; give "
+                f"CombinedOptimizer: {', '.join(foreign) or 'nothing'} is not a torch.optim.Optimizer; give "
                 "it the dense and the row optimizer"
             )
-        seen = [id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]]
-        if len(set(seen)) < len(seen):
+        ids = [id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]]
+        if len(set(ids)) < len(ids):
             raise UserError(
                 "CombinedOptimizer: two of the optimizers train the same parameter, which each step would "
                 "change twice; give each parameter to one"
@@ -75,9 +42,9 @@ class CombinedOptimizer(EagerOptimizer):
         return tuple(group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     @property
-    def state(self) -> "_States":  # type: ignore[override]
-        """The optimizers' own states, by parameter."""
-        return _States(self.optimizers)
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """The states of all optimizers, by parameter."""
+        return {weight: state for one in self.optimizers for weight, state in one.state.items()}
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         """Raise UserError: it is unclear which optimizer should train the group."""
@@ -101,10 +68,17 @@ class CombinedOptimizer(EagerOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state dicts as a list under "optimizers"."""
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of `state_dict`. Raises UserError if it has another number of optimizers."""
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         states = state_dict.get("optimizers", ())
         if len(states) != len(self.optimizers):
             raise UserError(
@@ -113,6 +87,8 @@ class CombinedOptimizer(EagerOptimizer):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     # For pickle and deepcopy: torch's own would set `param_groups` and `state`, which are properties here.
     def __getstate__(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding import native
+from dphybrid.embedding.lookup import not_differentiable
 from dphybrid.embedding.replicas import Channel
 from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of, rows_of
 from dphybrid.kernels import is_batched
@@ -68,7 +69,7 @@ class _RowGradients(Tensor):
     ) -> Any:
         if func is torch.ops.aten.add.Tensor and type(args[0]) is type(args[1]) is cls and not kwargs:
             return cls(args[0].lookups + args[1].lookups, args[0].shape)
-        return func(*(each.as_sparse() if type(each) is cls else each for each in args), **(kwargs or {}))
+        return func(*(arg.as_sparse() if type(arg) is cls else arg for arg in args), **(kwargs or {}))
 
 
 class _Gate(torch.autograd.Function):
@@ -107,8 +108,7 @@ def _summed(grad: _RowGradients, info: RowsInfo | None, accumulates: bool) -> Te
         return sparse(lookups[0].ids_N, lookups[0].grads_ND, grad.shape)
     segments = [native.Segment(lookup.ids_N, lookup.grads_ND, grad.shape[0]) for lookup in lookups]
     # torch adds sparse gradients row by row if their values are contiguous, but concatenates them if there
-    # are
-    # gaps between rows.
+    # are gaps between rows.
     ids_U, grads_UD, _ = native.sum_rows(segments, gap=int(accumulates))
     return sparse(ids_U, grads_UD, grad.shape)
 
@@ -132,13 +132,9 @@ class _Rows(torch.autograd.Function):
         if grads is None:
             return None, None
         (ids_N,), (number, via, frozen), done = ctx.saved_tensors, ctx.noted, None
+        if grads.requires_grad or is_batched(grads):
+            raise not_differentiable()
         ids_N, grads_ND = frozen.left_out(ids_N, grads.reshape(-1, grads.shape[-1]))
-        if is_batched(
-            grads
-        ):  # is_grads_batched, jacobian(vectorize=True): torch has no batches of sparse ones
-            return grads_ND.new_zeros(ctx.shape).index_add(0, ids_N, grads_ND), None
-        if grads.requires_grad:  # create_graph: torch's own operations, which can be differentiated again
-            return sparse(ids_N, grads_ND.cpu(), ctx.shape), None
         if via is not None:
             grads_ND, done = via.start_receiving(grads_ND)
         if grads_ND.shape[-1] > 1 and grads_ND.stride(-1) != 1:
@@ -156,8 +152,7 @@ def _wait_for(lookups: Sequence[_LookupGradients]) -> float:
 
 class Gates:
     """Makes looked-up rows functions of a table's weight, for autograd, through a gate that all lookups of
-    the
-    weight share."""
+    the weight share."""
 
     def __init__(self) -> None:
         self._gate: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -261,14 +256,14 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
     """
     if not max_norm >= 0:
         raise UserError(f"clip_grad_norm_: max_norm={max_norm}; give a number of at least 0")
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    found = [parameter for parameter in given if parameter.grad is not None]
-    sparse_ones = [weight for weight in found if weight.grad is not None and weight.grad.is_sparse]
-    dense = [p.grad for p in found if p.grad is not None and not p.grad.is_sparse]
-    for weight in found:
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    weights = [parameter for parameter in parameters if parameter.grad is not None]
+    sparse_ones = [weight for weight in weights if weight.grad is not None and weight.grad.is_sparse]
+    dense = [p.grad for p in weights if p.grad is not None and not p.grad.is_sparse]
+    for weight in weights:
         info = info_of(weight)
         if info is not None and weight.grad is not None and not weight.grad.is_sparse:
-            weight.grad[info.frozen.below(len(weight))] = 0.0
+            weight.grad[info.frozen.rows] = 0.0
     # Started before the rows are summed, so that a GPU computes meanwhile; read below, with one wait for all.
     norms = [norm.to(dense[0].device) for norm in torch._foreach_norm(dense)] if dense else []
     squares = []

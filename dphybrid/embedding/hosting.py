@@ -110,10 +110,12 @@ class MappedEmbedding(HostedEmbedding):
         return {**super().__getstate__(), "_parameters": others}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        frozen = state["_frozen"]
         nothing = nn.Parameter(torch.empty(0, state["stored"].shape[1], device="cpu"), requires_grad=False)
         state["_parameters"]["weight"] = nothing
         super().__setstate__(state)
         self.weight = self._new_weight()
+        self.info.freeze(frozen)
 
     def _new_weight(self) -> nn.Parameter:
         return _no_values(self.stored, self.out_dtype)
@@ -278,7 +280,7 @@ class AdaptedEmbedding(MappedEmbedding):
         frozen = self.frozen_rows
         self.trained.fill(ids_K, rows_KD)
         if self.padding_idx is not None:
-            self._padding = [self._row_of(self.padding_idx)]
+            self._padding = self.info.padding = [self._row_of(self.padding_idx)]
         self.freeze_rows(frozen)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -176,3 +176,11 @@ def copies_drift_apart(name: str, processes: int) -> UserError:
         "with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says; if your own loop "
         "makes all copies' gradients equal, set table.synchronized = True"
     )
+
+
+def not_differentiable() -> UserError:
+    """Return the error for a derivative that tables do not have."""
+    return UserError(
+        "a table in host memory has no derivatives by torch.func, in forward mode, of batches "
+        "(is_grads_batched) or of second order (create_graph); use nn.Embedding for them"
+    )

@@ -1,7 +1,7 @@
 """Memory of a language model: rows of hashed n-grams in a host table, gated by the hidden state.
 
 The rows that a token needs follow from the tokens before it alone. So they can be fetched while the step
-before computes, and the table may be as large as the machine's memory. `RowPipeline` does that by itself.
+before computes (give `RowPipeline` the `row_ids(tokens)`), so the table may be as large as the host's memory.
 
 After Engram ("Conditional Memory via Scalable Lookup", arXiv 2601.07372), without its convolution: each order
 and head hashes the last n tokens by multiply and xor, modulo a prime of its own; the rows of all heads are

@@ -3,11 +3,9 @@
 All but RowAdamW are lazy: a row's moments and weight decay do not change while no batch touches the row. On
 rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam. adagrad and
 adam keep one second moment per row (of the mean squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
-PARTIAL_ROWWISE_ADAM do. lion is that of Chen et al. (2023). RowAdamW equals torch's AdamW without momentum,
-on all rows.
+PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum, on all rows.
 """
 
-import difflib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,34 +56,28 @@ class RowOptimizer(EagerOptimizer):
     changes: ChangedRows | None = None
     snapshot: Snapshot | None = None
 
-    def __init__(self, params: object, lr: float | None = None, **numbers: object) -> None:
-        known = self.row_rule.numbers
-        self._refuse_foreign(numbers, "keyword argument")
+    def __init__(self, params: object, lr: float | None = None, **options: object) -> None:
+        self._refuse_foreign(options, "keyword argument")
         groups: list[Any] = as_list(params)
         if isinstance(params, Mapping):  # one group per table
             groups = [{"params": [entry]} for entry in named_weights(groups)]
         if not groups:
             raise UserError("row optimizer: no table to train; give it the tables of a model that has some")
         if lr is not None:
-            numbers["lr"] = lr
-        super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
+            options["lr"] = lr
+        super().__init__(groups, {"weight_decay": 0.0, **self.row_rule.numbers, **options})
 
-    def _refuse_foreign(self, given: Iterable[str], what: str) -> None:
+    def _refuse_foreign(self, names: Iterable[str], what: str) -> None:
         """Raise TypeError for an option that the optimizer lacks. torch ignores those of groups."""
-        known = [*self.row_rule.numbers, "weight_decay"]
-        for name in given:
-            if name not in known:
+        options = [*self.row_rule.numbers, "weight_decay"]
+        for name in names:
+            if name not in options:
                 raise TypeError(
-                    f"{type(self).__name__} got an unexpected {what} {name!r}{suggestion(name, known)}"
+                    f"{type(self).__name__} got an unexpected {what} {name!r}{suggestion(name, options)}"
                 )
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """Return the kernel's rule with the present learning rate and options of a parameter group. Raises
-        TypeError for a misspelt option that was set later; keys that resemble no option are the user's."""
-        if len(group) != len(self.defaults) + 2:  # params and param_names
-            beside = sorted(group.keys() - self.defaults.keys() - _BESIDE_OPTIONS - {"param_names"})
-            near = [name for name in beside if difflib.get_close_matches(name, list(self.defaults))]
-            self._refuse_foreign(near, "key of a parameter group")
+        """Return the kernel's rule with the present learning rate and options of a parameter group."""
         lr, decay, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
         return Rule(RULE_NUMBERS[self.row_rule.name], lr, decay, eps, (beta1, beta2))
@@ -110,7 +102,7 @@ class RowOptimizer(EagerOptimizer):
             group["lr"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add weights to train, with zero states."""
+        """Add weights to train, with zero states; a weight without `requires_grad` gets none."""
         if "params" not in param_group:
             raise TypeError(
                 f"{type(self).__name__}: a parameter group without 'params' ({', '.join(param_group)})"
@@ -128,9 +120,9 @@ class RowOptimizer(EagerOptimizer):
             self._states(weight)
 
     def _states(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the states of a weight. Makes zero states if there are none."""
+        """Return the states of a weight. Makes zero states if there are none and the weight is trained."""
         states: dict[str, Tensor] = self.state[weight]
-        if not states:
+        if not states and (weight.requires_grad or weight.grad is not None):
             info = info_of(weight)
             real, (num_rows, dim) = native.real_dtype(weight.dtype), weight.shape
             of_kind: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -193,17 +185,17 @@ class RowOptimizer(EagerOptimizer):
         each group."""
         # Each group is updated in one kernel call: 200 calls for 200 tables took five times as long as one
         # call for a table with all their rows.
-        found: dict[tuple[object, ...], tuple[Rule, list[str], list[Tensor]]] = {}
+        alike: dict[tuple[object, ...], tuple[Rule, list[str], list[Tensor]]] = {}
         for group in self.param_groups:
             rule = self.rule(group)
             for name, weight in zip(group["param_names"], group["params"], strict=True):
                 if weight.grad is None:
                     continue
                 key = (weight.shape[1], weight.dtype, rule)
-                _, names, weights = found.setdefault(key, (rule, [], []))
+                _, names, weights = alike.setdefault(key, (rule, [], []))
                 names.append(name)
                 weights.append(weight)
-        return [(rule, tuple(names), weights) for rule, names, weights in found.values()]
+        return [(rule, tuple(names), weights) for rule, names, weights in alike.values()]
 
     def _update(self, rule: Rule, names: tuple[str, ...], weights: list[Tensor]) -> None:
         start = time.perf_counter()
@@ -245,10 +237,10 @@ class RowOptimizer(EagerOptimizer):
 
         Raises UserError for a weight that became longer or shorter than its states.
         """
-        own, members, changed = [self._states(weight) for weight in weights], [], list(weights)
+        all_states, members, changed = [self._states(weight) for weight in weights], [], list(weights)
         real, dim = native.real_dtype(weights[0].dtype), weights[0].shape[1]
-        for weight, states in zip(weights, own, strict=True):
-            rows, held = weight.shape[0], {}
+        for weight, states in zip(weights, all_states, strict=True):
+            rows, fields = weight.shape[0], {}
             for name, (field, kind) in self.row_rule.states.items():
                 changed.append(state := states[name])
                 if state.shape[0] != rows:
@@ -257,12 +249,12 @@ class RowOptimizer(EagerOptimizer):
                         f"{tuple(state.shape)}; make a new optimizer after replacing a weight's rows"
                     )
                 dtype = torch.int32 if kind == "steps" else real
-                held[field] = state, (rows, dim) if kind == "weight" else (rows,), dtype
-            members.append((weight, held))
+                fields[field] = state, (rows, dim) if kind == "weight" else (rows,), dtype
+            members.append((weight, fields))
         tables = native.Tables(members)
-        if _UPDATES in own[0]:
+        if _UPDATES in all_states[0]:
             numbers = {id(weight): number for number, weight in enumerate(self.tables.values())}
-            for line, weight, states in zip(tables.lines, weights, own, strict=True):
+            for line, weight, states in zip(tables.lines, weights, all_states, strict=True):
                 line.updates = int(states[_UPDATES]) + 1
                 # Noise for bfloat16's rounding, from a counter in the state: a resumed run rounds exactly as
                 # an uninterrupted one.
@@ -279,7 +271,7 @@ class RowOptimizer(EagerOptimizer):
     def track_changes(self) -> ChangedRows:
         """Start recording which rows updates change; return the record."""
         self.changes = ChangedRows(
-            {name: [weight, *self.row_states(name).values()] for name, weight in self.tables.items()}
+            lambda: {n: [weight, *self.row_states(n).values()] for n, weight in self.tables.items()}
         )
         return self.changes
 
@@ -298,21 +290,16 @@ class RowOptimizer(EagerOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy saved states into the present ones, keeping their types, and set the groups' options.
 
-        Tables of the same names may be in another order; others are matched by their positions, as in torch.
-        Raises UserError for states or options of another optimizer."""
+        Tables are matched by their positions, as in torch. Raises UserError for states or options of another
+        optimizer."""
         groups = state_dict["param_groups"]
-        by_names = {frozenset(group.get("param_names", ())): group for group in groups}
-        wanted = [frozenset(group["param_names"]) for group in self.param_groups]
-        names = [group["param_names"] for group in self.param_groups]
-        if len(groups) == len(wanted) and by_names.keys() == set(wanted):
-            groups = [by_names[each] for each in wanted]
-            names = [group["param_names"] for group in groups]
-        # torch's own method would cast states to the weight's type: moments to bfloat16, steps to floats.
-        sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
-        if sizes != own:
+        saved_sizes, sizes = (
+            [len(group["params"]) for group in some] for some in (groups, self.param_groups)
+        )
+        if saved_sizes != sizes:
             raise UserError(
-                f"row optimizer state does not fit: it has groups of {sizes} tables, expected {own}; load it "
-                "into an optimizer with the same groups"
+                f"row optimizer state does not fit: it has groups of {saved_sizes} tables, expected {sizes}; "
+                "load it into an optimizer with the same groups"
             )
         for group in groups:
             # torch adds "differentiable" to groups that are added to a copied or loaded optimizer.
@@ -323,16 +310,17 @@ class RowOptimizer(EagerOptimizer):
             _check_numbers(group)
         saved = {
             f"{name}.{key}": value
-            for own_names, group in zip(names, groups, strict=True)
-            for name, number in zip(own_names, group["params"], strict=True)
+            for present, group in zip(self.param_groups, groups, strict=True)
+            for name, number in zip(present["param_names"], group["params"], strict=True)
             for key, value in state_dict["state"].get(number, {}).items()
         }
         self.check_shapes({key: tuple(value.shape) for key, value in saved.items()})
-        kept = dict(self.state)
+        # torch's own method would cast states to the weight's type: moments to bfloat16, steps to floats.
+        present_states = dict(self.state)
         # Without `param_names` in the saved groups, torch keeps the present names.
         unnamed = [{key: group[key] for key in group if key != "param_names"} for group in groups]
         super().load_state_dict({**state_dict, "param_groups": unnamed, "state": {}})
-        self.state.update(kept)
+        self.state.update(present_states)
         with torch.no_grad():
             for key, value in self.states().items():
                 value.copy_(saved[key])
@@ -340,12 +328,13 @@ class RowOptimizer(EagerOptimizer):
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError if a state to load does not fit; names missing, unexpected and differently shaped
         entries."""
-        own = {key: tuple(value.shape) for key, value in self.states().items()}
-        problems = [f"missing {key}" for key in own.keys() - shapes.keys()]
-        problems += [f"unexpected {key}" for key in shapes.keys() - own.keys()]
-        common = own.keys() & shapes.keys()
+        expected = {key: tuple(value.shape) for key, value in self.states().items()}
+        problems = [f"missing {key}" for key in expected.keys() - shapes.keys()]
+        problems += [f"unexpected {key}" for key in shapes.keys() - expected.keys()]
         problems += [
-            f"{key} is {shapes[key]}, expected {own[key]}" for key in common if shapes[key] != own[key]
+            f"{key} is {shapes[key]}, expected {shape}"
+            for key, shape in expected.items()
+            if shapes.get(key, shape) != shape
         ]
         if problems:
             raise UserError(
@@ -421,13 +410,7 @@ class RowAdamW(RowOptimizer):
     row_rule = RULES["adamw"]
 
 
-class RowLion(RowOptimizer):
-    """Lion (Chen et al., 2023) on touched rows, with decoupled weight decay."""
-
-    row_rule = RULES["lion"]
-
-
-_KINDS = (RowSGD, RowAdagrad, LazyAdagrad, RowAdam, LazyAdam, RowAdamW, RowLion)
+_KINDS = (RowSGD, RowAdagrad, LazyAdagrad, RowAdam, LazyAdam, RowAdamW)
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.row_rule.name: kind for kind in _KINDS}
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dphybrid.embedding.lookup import Counters, Occurrences, sum_by_row
+from dphybrid.embedding.lookup import Counters, Occurrences, not_differentiable, sum_by_row
 
 _ALIGNMENT = 16  # bytes; Tensor.view(dtype) needs an offset that is a multiple of the type's size
 
@@ -40,8 +40,7 @@ class DeviceRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, *occurrences: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_N, *occurrences)
-        ctx.shape = rows_UD.shape
+        ctx.save_for_backward(*occurrences)
         # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
         # gradient: the row optimizer would touch these rows.
         ctx.set_materialize_grads(False)
@@ -49,14 +48,13 @@ class DeviceRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grads_ND: Tensor | None) -> tuple[Tensor | None, ...]:
-        inverse_N, *occurrences = ctx.saved_tensors
         if grads_ND is None:
             return None, None, None, None, None
-        if grads_ND.requires_grad:  # create_graph: an operation that can be differentiated again
-            return grads_ND.new_zeros(ctx.shape).index_add(0, inverse_N, grads_ND), None, None, None, None
+        if grads_ND.requires_grad:
+            raise not_differentiable()
         # Not index_add_: on a GPU its atomic adds come in any order. embedding_bag sums each bag in order, by
         # one thread, so the bits are the same every time.
-        return sum_by_row(grads_ND.contiguous(), *occurrences), None, None, None, None
+        return sum_by_row(grads_ND.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
 @dataclass
@@ -100,7 +98,7 @@ class Channel:
         (0, D) of the rows' type."""
         # Rows and indices share one buffer: one copy instead of five.
         shape_UD, on_host = (len(where.unique_U), like.shape[1]), where.indices()
-        parts = _layout([(shape_UD, like.dtype), *((tuple(each.shape), each.dtype) for each in on_host)])
+        parts = _layout([(shape_UD, like.dtype), *((tuple(index.shape), index.dtype) for index in on_host)])
         memory = self._host_memory(parts[-1][0].stop)
         rows_UD, *indices = _views(memory, parts)
         start = time.perf_counter()
@@ -177,8 +175,8 @@ class Channel:
         has been reported to hang (pytorch#31095).
         """
         if self._cuda:
-            held = [self._host_memory(num_bytes) for _ in range(count)]
-            del held
+            buffers = [self._host_memory(num_bytes) for _ in range(count)]
+            del buffers
 
     def _host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)

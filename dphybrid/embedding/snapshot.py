@@ -28,14 +28,14 @@ class Snapshot:
     """
 
     def __init__(self, tables: Mapping[str, Mapping[str, Tensor]], room_bytes: float) -> None:
-        self._tables = {name: _Table(held) for name, held in tables.items()}
+        self._tables = {name: _Table(tensors) for name, tensors in tables.items()}
         self._room_bytes = room_bytes
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def tensors(self, name: str) -> "dict[str, SnapshotTensor]":
         """Return a stand-in for each tensor of a table, to be read once, in the order of the keys."""
         table = self._tables[name]
-        return {key: SnapshotTensor(table, key, self._lock) for key in table.held}
+        return {key: SnapshotTensor(table, key, self._lock) for key in table.tensors}
 
     @contextmanager
     def changing(self, ids: Mapping[str, Tensor]) -> Iterator[None]:
@@ -72,22 +72,24 @@ class Snapshot:
 class _Table:
     """A table in a snapshot. updates: how often it has been updated since."""
 
-    def __init__(self, held: Mapping[str, Tensor]) -> None:
-        self.held, self.updates = dict(sorted(held.items())), 0
-        self._versions = {key: tensor._version for key, tensor in self.held.items()}
-        num_rows = len(next(iter(self.held.values())))
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.updates = dict(sorted(tensors.items())), 0
+        self._versions = {key: tensor._version for key, tensor in self.tensors.items()}
+        num_rows = len(next(iter(self.tensors.values())))
         # All of these take memory only where they are written.
         self._slot_V = zero_rows((num_rows,), torch.int32).numpy()  # slot among those put aside, from 1 on
-        self._aside = {key: zero_rows(tuple(tensor.shape), tensor.dtype) for key, tensor in self.held.items()}
-        self._count, self._rows_read = 0, dict.fromkeys(self.held, 0)
+        self._aside = {
+            key: zero_rows(tuple(tensor.shape), tensor.dtype) for key, tensor in self.tensors.items()
+        }
+        self._count, self._rows_read = 0, dict.fromkeys(self.tensors, 0)
 
     @property
     def bytes_aside(self) -> int:
-        return self._count * sum(tensor[:1].nbytes for tensor in self.held.values())
+        return self._count * sum(tensor[:1].nbytes for tensor in self.tensors.values())
 
     def put_aside(self, ids_N: np.ndarray) -> None:
         # Tensors are read one after the other: a row is needed until the last one has been read there.
-        ids_N = ids_N[(ids_N >= self._rows_read[list(self.held)[-1]]) & (ids_N < len(self._slot_V))]
+        ids_N = ids_N[(ids_N >= self._rows_read[list(self.tensors)[-1]]) & (ids_N < len(self._slot_V))]
         ids_N = ids_N[self._slot_V[ids_N] == 0]
         # Of repeated ids the last write stays, which takes a fifth of the time of np.unique's sort.
         order_N = np.arange(1, len(ids_N) + 1, dtype=np.int32)
@@ -95,13 +97,13 @@ class _Table:
         ids_U = ids_N[self._slot_V[ids_N] == order_N]
         stop = self._count + len(ids_U)
         self._slot_V[ids_U] = np.arange(self._count + 1, stop + 1)
-        for key, tensor in self.held.items():
+        for key, tensor in self.tensors.items():
             torch.index_select(tensor, 0, torch.from_numpy(ids_U), out=self._aside[key][self._count : stop])
         self._count = stop
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to `stop` of a tensor, counted flat."""
-        tensor = self.held[key]
+        tensor = self.tensors[key]
         width = math.prod(tensor.shape[1:])
         first, last = start // width, -(-stop // width)
         rows = tensor[first:last].clone()
@@ -112,7 +114,9 @@ class _Table:
         return rows.view(-1)[start - first * width : stop - first * width]
 
     def was_changed_by_hand(self) -> bool:
-        return any(tensor._version != self._versions[key] + self.updates for key, tensor in self.held.items())
+        return any(
+            tensor._version != self._versions[key] + self.updates for key, tensor in self.tensors.items()
+        )
 
 
 class SnapshotTensor:
@@ -120,7 +124,7 @@ class SnapshotTensor:
 
     def __init__(self, table: _Table, key: str, lock: threading.Lock) -> None:
         self._table, self._key, self._lock = table, key, lock
-        tensor = table.held[key]
+        tensor = table.tensors[key]
         self.dtype, self.shape, self.nbytes = tensor.dtype, tensor.shape, tensor.nbytes
 
     def detach(self) -> Self:

@@ -5,7 +5,7 @@ Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.gradients import Gates, merged, rows_op, sparse
-from dphybrid.embedding.lookup import Counters, copies_drift_apart, is_integer, not_a_row, whole_numbers
+from dphybrid.embedding.lookup import (
+    Counters,
+    copies_drift_apart,
+    is_integer,
+    not_a_row,
+    not_differentiable,
+    whole_numbers,
+)
 from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of, rows_of
@@ -109,7 +116,6 @@ class HostEmbedding(nn.Module):
         self._gates, self.counters = Gates(), Counters()
         self.ahead = LookupsAhead(self.name, self.counters)
         self._padding = [] if padding_idx is None else [padding_idx]
-        self._frozen = FrozenRows(self._padding)
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         self._replica: int | None = None
 
@@ -134,36 +140,34 @@ class HostEmbedding(nn.Module):
         return table
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. The one called `weight` gets a `RowsInfo`, if it has none of another table to
-        which this one is tied.
+        """Register a parameter. One called `weight` gets a `RowsInfo`, unless another table has it, too.
 
         torch calls this for every new weight: an assignment, `from_pretrained`.
         """
         before = self._parameters.get("weight")
         super().register_parameter(name, param)
-        if name == "weight":
-            former = None if before is None or before is param else info_of(before)
-            if former is not None:
-                former.thaw(self._frozen)
-            if param is not None:
-                self._own(param, former)
+        if name == "weight" and param is not None:
+            former = None if before is None else info_of(before)
+            self._own(param, synchronized=former is not None and former.synchronized)
 
-    def _own(self, weight: nn.Parameter, former: RowsInfo | None = None) -> None:
-        """Note on the weight that it is this table's, too. former: info of the weight before."""
-        if (info := info_of(weight)) is None:
+    def _own(self, weight: nn.Parameter, frozen: Sequence[int] = (), synchronized: bool = False) -> None:
+        """Note on a weight that it is a table's. A weight that another table has, too, keeps its own
+        info."""
+        if info_of(weight) is None:
             make_states = partial(open_states, folder=self._path, name=self.name)
-            synchronized = former is not None and former.synchronized
-            info = RowsInfo(self.name, self.counters, make_states, synchronized)
+            padding = [row for row in self._padding if row < len(weight)]
+            info = RowsInfo(self.name, self.counters, make_states, padding, synchronized)
+            info.freeze(frozen)
             weight.rows_info = info  # type: ignore[attr-defined]
-        info.freeze(self._frozen)
         if weight.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
             weight.grad_dtype = torch.float32
 
     def _load_from_state_dict(self, *args: Any) -> None:
         # torch may exchange what the weight is, with its attributes, unless it has weak references.
-        former, self._gates = info_of(self.weight), Gates()
+        info, self._gates = self.info, Gates()
         super()._load_from_state_dict(*args)
-        self._own(self.weight, former)
+        self.weight.rows_info = info  # type: ignore[attr-defined]
+        self._own(self.weight)
 
     def __copy__(self) -> Self:
         """Return a shallow copy, which shares weight and settings, as of any module."""
@@ -180,20 +184,21 @@ class HostEmbedding(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a deep copy or pickle, which has its rows in memory."""
+        if get_spawning_popen() is not None:
+            raise _not_shared(self.name)
         # Without the path: two tables that write to the same file would overwrite each other.
-        if get_spawning_popen() is not None:  # pickled for another process, which is to see these rows
-            self._refuse_to_send_a_file()
-        return self.__dict__ | {"_path": None, "_gates": None, "counters": None, "ahead": None}
+        rows = {"_padding": self.info.padding, "_frozen": self.info.frozen.rows}
+        return self.__dict__ | {"_path": None, "_gates": None, "counters": None, "ahead": None} | rows
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        frozen = state.pop("_frozen")
         super().__setstate__(state)
         self._gates, self.counters = Gates(), Counters()
         self.ahead = LookupsAhead(self.name, self.counters)
-        if not self.weight.is_shared():  # else another process sent it, and both are to see the same rows
-            # huge pages, unlike pickle's copy
-            rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)
-            self.weight.data = rows_VD.copy_(self.weight.detach())
-        self._own(self.weight)
+        # huge pages, unlike pickle's copy
+        rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)
+        self.weight.data = rows_VD.copy_(self.weight.detach())
+        self._own(self.weight, frozen)
         if self._placed is not None:
             self.place_on(*self._placed)
 
@@ -256,21 +261,20 @@ class HostEmbedding(nn.Module):
         for row in rows:
             if not is_integer(row) or not 0 <= row < self.num_rows:
                 raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
-        self._frozen.set({*self._padding, *map(int, rows)})
-        self.info.freeze(self._frozen)
+        self.info.freeze(map(int, rows))
         if (grad := self.weight.grad) is not None and grad.is_sparse:
-            kept = self.info.frozen.left_out(grad._indices()[0], grad._values())
-            self.weight.grad = sparse(*kept, grad.shape)
+            ids_N, grads_ND = self.info.frozen.left_out(grad._indices()[0], grad._values())
+            self.weight.grad = sparse(ids_N, grads_ND, grad.shape)
 
     def mark_padding(self, rows: Sequence[int]) -> None:
         """Add padding rows to that of `padding_idx`, as a collection does for its tables."""
-        self._padding = [*self._padding, *rows]
-        self.freeze_rows(self._frozen.rows)
+        self._padding = self.info.padding = [*self._padding, *rows]
+        self.info.freeze(self.info.frozen.rows)
 
     @property
     def frozen_rows(self) -> Sequence[int]:
-        """Rows, ascending, that get no gradient."""
-        return self.info.frozen.below(self.num_rows)
+        """Rows of the present weight, ascending, that get no gradient."""
+        return self.info.frozen.rows
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # nn.Module calls this for .to(), .half(), .share_memory() and the like. The table stays as it is;
@@ -279,20 +283,8 @@ class HostEmbedding(nn.Module):
         tried = torch.empty(0, dtype=self.out_dtype, device="cpu")
         self.out_dtype = fn(tried).dtype
         if tried.is_shared():
-            self._share()
+            raise _not_shared(self.name)
         return self
-
-    def _share(self) -> None:
-        """Move the rows to memory that processes share."""
-        self._refuse_to_send_a_file()
-        self.settled().share_memory_()
-
-    def _refuse_to_send_a_file(self) -> None:
-        if self._path is not None:
-            raise UserError(
-                f"table {self.name!r}: its rows are in a file (storage='mmap') and cannot be moved to memory "
-                "that processes share; use storage='memory', or start processes by fork, which share the file"
-            )
 
     def _replicate_for_data_parallel(self) -> Self:
         # torch's hook for a module that is being replicated: every device would get a copy of the table.
@@ -325,11 +317,8 @@ class HostEmbedding(nn.Module):
                     "for all rows (weight_norm, pruning, ...), or was removed; use nn.Embedding for that"
                 )
             ids, wanted = whole_numbers(ids, self.name), ids.device if to is None else to
-            if is_transformed():  # torch's own operation has the rules for batches and tangents
-                rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
-                if (frozen := self._frozen_of(weight)).rows:
-                    rows = torch.where(frozen.has(ids).unsqueeze(-1), rows.detach(), rows)
-                return self.as_model(rows.to(wanted, native.real_dtype(rows.dtype)))
+            if is_transformed():
+                raise not_differentiable()
             if not may_read(weight, ids):
                 return self._in_graph(ids, wanted)
             if by_replica and self.ahead.is_placed:
@@ -358,8 +347,8 @@ class HostEmbedding(nn.Module):
             return self.as_model(rows)
 
     def _frozen_of(self, weight: Tensor) -> FrozenRows:
-        # A weight given by functional_call is no table's.
-        return self._frozen if (info := info_of(weight)) is None else info.frozen
+        # A weight that functional_call gives has no info.
+        return FrozenRows(self._padding) if (info := info_of(weight)) is None else info.frozen
 
     def _in_graph(self, ids: Tensor, wanted: torch.device) -> Tensor:
         """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the
@@ -443,16 +432,18 @@ class HostEmbedding(nn.Module):
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
         """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None if no row has a gradient."""
-        found = merged(self.weight)
-        return None if found is None or not len(found[0]) else found[:2]
+        summed = merged(self.weight)
+        return None if summed is None or not len(summed[0]) else summed[:2]
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"
 
 
-def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a model, except its tables' weights."""
-    return (parameter for parameter in model.parameters() if info_of(parameter) is None)
+def _not_shared(name: str) -> UserError:
+    return UserError(
+        f"table {name!r}: processes cannot share it by share_memory() or spawn; train in one process with "
+        "dphybrid.parallel.DataParallel, and send workers the data alone"
+    )
 
 
 def _checked_padding(padding_idx: int | None, num_rows: int, name: str) -> int | None:

@@ -1,13 +1,13 @@
-"""What is known of a table's weight beside its values: whose it is, and which rows are not trained.
+"""What is known of a table's weight beside its values: its name, and which rows are not trained. Modules that
+have one weight object share it.
 
-Letters: N ids of a lookup, D width of a row, R frozen rows.
+Letters: N ids of a lookup, D width of a row.
 """
 
 import weakref
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,32 +20,21 @@ from dphybrid.util.errors import UserError
 
 
 class FrozenRows:
-    """Rows that get no gradient. rows: ascending. To ask for ids takes as long for many rows as for a few."""
+    """Rows that get no gradient, ascending. Asking for ids takes as long for many rows as for a few."""
 
     def __init__(self, rows: Iterable[int] = ()) -> None:
-        self.set(rows)
-
-    def __reduce__(self) -> Any:
-        return FrozenRows, (self.rows,)
-
-    def set(self, rows: Iterable[int]) -> None:
-        """Replace the rows."""
         self.rows = sorted(set(rows))
-        self._mask_R: Tensor | None = None
-
-    def below(self, num_rows: int) -> list[int]:
-        """Return the rows below `num_rows`: a weight may be shorter than the one before it."""
-        return self.rows[: bisect_left(self.rows, num_rows)]
+        self._mask: Tensor | None = None
 
     def has(self, ids: Tensor) -> Tensor:
         """Return, for each id, whether it is one of the rows, of which there is at least one."""
         if len(self.rows) == 1:
             return ids == self.rows[0]
         behind = self.rows[-1] + 1
-        if self._mask_R is None:
-            mask_R = zero_rows((behind + 1,), torch.bool)
-            self._mask_R = mask_R.index_fill_(0, torch.tensor(self.rows, device="cpu"), True)
-        return self._mask_R[ids.clamp(max=behind)]
+        if self._mask is None:
+            rows = torch.tensor(self.rows, device="cpu")
+            self._mask = zero_rows((behind + 1,), torch.bool).index_fill_(0, rows, True)
+        return self._mask[ids.clamp(max=behind)]
 
     def left_out(self, ids_N: Tensor, grads_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids (on the CPU) and gradients (on any device) without those of these rows."""
@@ -61,8 +50,9 @@ class RowsInfo:
 
     Attributes:
         name, counters: Of the table that had the weight first.
-        synchronized: See `HostEmbedding.synchronized`.
         make_states: Allocates an optimizer's states in the same kind of storage as the rows (such as files).
+        padding: Rows that never get a gradient.
+        synchronized: See `HostEmbedding.synchronized`.
         stored: Where the rows are if the weight has only their shape: a published table.
         numbers_of: Function from rows of the weight to their numbers in the table; None: they are equal.
         changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
@@ -71,15 +61,19 @@ class RowsInfo:
     name: str
     counters: Counters
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
+    padding: Sequence[int] = ()
     synchronized: bool = False
     stored: StoredRows | None = None
     numbers_of: Callable[[Tensor], Tensor] | None = None
     changes: deque[tuple[int, int, Tensor]] | None = None
     _applied: tuple[weakref.ref[Tensor], int] | None = None
-    _frozen_by: list[FrozenRows] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.frozen = FrozenRows()
+        self.freeze(())
+
+    def freeze(self, rows: Iterable[int]) -> None:
+        """Set the rows without a gradient: these, and padding."""
+        self.frozen = FrozenRows((*self.padding, *rows))
 
     def refuse_twice(self, weight: Tensor, optimizer: object) -> None:
         """Note that an optimizer applies the weight's gradient. Raises UserError if another one has applied
@@ -92,26 +86,12 @@ class RowsInfo:
             )
         self._applied = None if grad is None else (weakref.ref(grad), id(optimizer))
 
-    def freeze(self, rows: FrozenRows) -> None:
-        """Freeze the rows of a table that has this weight, beside those of others that have it."""
-        self.thaw(rows)
-        self._unite([*self._frozen_by, rows])
-
-    def thaw(self, rows: FrozenRows) -> None:
-        """Forget the rows of a table that has another weight now."""
-        self._unite([each for each in self._frozen_by if each is not rows])
-
-    def _unite(self, of_tables: list[FrozenRows]) -> None:
-        self._frozen_by = of_tables
-        alone = len(of_tables) == 1
-        self.frozen = of_tables[0] if alone else FrozenRows(row for each in of_tables for row in each.rows)
-
     def __reduce__(self) -> Any:  # a copied or loaded weight gets its info from its table
         return type(None), ()
 
 
 def info_of(weight: Tensor) -> RowsInfo | None:
-    """Return the info of the table that owns a weight, or None for the weight of another module."""
+    """Return the info of a table's weight, or None for the weight of another module."""
     return getattr(weight, "rows_info", None)
 
 

@@ -280,16 +280,6 @@ INLINE double OF(power)(double base, int64_t exponent)
     return power;
 }
 
-/* -1, 0 or 1 of each value. */
-INLINE VEC OF(sign)(VEC v)
-{
-#ifdef IS_SINGLE
-    return (REAL)((v > 0) - (v < 0));
-#else
-    return __builtin_convertvector((v < 0) - (v > 0), VEC); /* a vector's comparison is -1 where it holds */
-#endif
-}
-
 struct OF(row) { /* a row, its states and the sum of its gradients */
     STORED *weights;
     REAL *mean, *square, *grad;

@@ -2,9 +2,9 @@
  * rule is a function here, its name in EACH_RULE, and an entry of the same name in `dphybrid/util/row_rules.py`.
  *
  * A rule gets the row, its states and `grad`, the sum of its gradients, which it may overwrite. `u` has the options. A
- * formula for a VEC must hold for a vector and for a single value: no conditions, only operators and roots(), sign(). */
+ * formula for a VEC must hold for a vector and for a single value: no conditions, only operators and roots(). */
 #ifndef EACH_RULE
-#define EACH_RULE(X) X(sgd) X(adagrad) X(lazy_adagrad) X(adam) X(lazy_adam) X(adamw) X(lion)
+#define EACH_RULE(X) X(sgd) X(adagrad) X(lazy_adagrad) X(adam) X(lazy_adam) X(adamw)
 #else
 
 /* w -= lr * g */
@@ -80,19 +80,6 @@ INLINE void OF(adamw)(const struct update *u, const struct OF(row) *r, int64_t d
         VEC g = OF(load)(r->grad + d), square = OF(load)(r->square + d) * square_kept + g * g * (REAL)(1.0 - u->beta2);
         OF(store)(r->square + d, square);
         OF(set)(r, d, OF(weight)(r, d) * kept - lr * g / (OF(roots)(square) * scale + (REAL)u->eps));
-    }
-}
-
-/* The sign of a mean (Chen et al., "Symbolic discovery of optimization algorithms", 2023), with decoupled decay. */
-INLINE void OF(lion)(const struct update *u, const struct OF(row) *r, int64_t dim)
-{
-    const REAL kept = (REAL)(1.0 - u->lr * u->decay);
-    EACH_VECTOR(d)
-    {
-        VEC g = OF(load)(r->grad + d), mean = OF(load)(r->mean + d);
-        VEC way = mean + (g - mean) * (REAL)(1.0 - u->beta1);
-        OF(store)(r->mean + d, mean + (g - mean) * (REAL)(1.0 - u->beta2));
-        OF(set)(r, d, OF(weight)(r, d) * kept - (REAL)u->lr * OF(sign)(way));
     }
 }
 

@@ -36,7 +36,6 @@ from dphybrid.training.clock import StageClock, StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, log_kept, steps_of_epoch, train
-from dphybrid.training.memory import make_states
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import combined, keep_average
 from dphybrid.training.saving import CheckpointWriter, best_checkpoint
@@ -198,9 +197,6 @@ def build_trained(experiment: Experiment, devices: Devices, filled: bool) -> Tra
     blocks = experiment.recipe.optimizers(model, config)
     dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
     trained = Trained(model, dense, rows, Progress(), blocks)
-    if devices.home.type == "cuda" and trained.dense is not None:
-        make_states(trained.dense, config.train.batch_size, model)
-    # After `make_states`: its step with zero gradients would count as the first of the average.
     for optimizer in blocks.values() if config.train.average else ():
         keep_average(optimizer, config.train.average)
     return trained

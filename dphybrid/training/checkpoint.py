@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from dphybrid.embedding import RowOptimizer, find_tables
+from dphybrid.embedding.collection import is_dense
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.optimizers import swap_average
 from dphybrid.training.tensor_file import (
@@ -298,9 +299,7 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return references to the blocks' parameters and buffers, by names that do not depend on the devices."""
-    # By identity: a table used by two modules has two names, and one inside of a region has another name here
-    # than among the model's modules.
-    rows = {id(table.weight) for table in find_tables(model).values()}
+    dense = is_dense(model)
     regions = [f"{name}." if name else "" for name in find_data_parallel(model)]
 
     def bare(key: str) -> str:
@@ -311,23 +310,23 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     return {
         bare(key): value.detach()
         for key, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and id(value) not in rows and not key.endswith("_extra_state")
+        if isinstance(value, Tensor) and dense(value) and not key.endswith("_extra_state")
     }
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = (page.parent for page in folder.glob("step-*/state.json") if page.is_file())
+    folders = (page.parent for page in folder.glob("step-*/state.json") if page.is_file())
     # By number: as text, a step of seven digits would come before those of six.
-    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in folders if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def how_to_continue(folder: Path) -> str:
     """Return the remedy for a training that fails now, by what checkpoints `folder` has."""
-    found = complete_checkpoints(folder)
-    if not found:
+    checkpoints = complete_checkpoints(folder)
+    if not checkpoints:
         return "start again: there is no checkpoint yet"
-    return f"continue from the last good checkpoint, {found[-1]}, with --resume"
+    return f"continue from the last good checkpoint, {checkpoints[-1]}, with --resume"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -374,8 +373,12 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
     tensors: dict[str, Tensor] = {}
     if "optimizers" in state:
         parts = [flatten_optimizer(one) for one in state["optimizers"]]
-        named = {f"{number}/{name}": own[name] for number, (own, _) in enumerate(parts) for name in own}
-        return named, {"optimizers": [page for _, page in parts]}
+        tensors = {
+            f"{number}/{name}": tensor
+            for number, (of_part, _) in enumerate(parts)
+            for name, tensor in of_part.items()
+        }
+        return tensors, {"optimizers": [page for _, page in parts]}
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for key, value in entries.items():
@@ -386,11 +389,11 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
 
 def _unflatten_optimizer(tensors: dict[str, Tensor], page: Any) -> dict[str, Any]:
     if "optimizers" in page:
-        own: list[dict[str, Tensor]] = [{} for _ in page["optimizers"]]
+        of_parts: list[dict[str, Tensor]] = [{} for _ in page["optimizers"]]
         for name, tensor in tensors.items():
             number, _, key = name.partition("/")
-            own[int(number)][key] = tensor
-        return {"optimizers": list(map(_unflatten_optimizer, own, page["optimizers"]))}
+            of_parts[int(number)][key] = tensor
+        return {"optimizers": list(map(_unflatten_optimizer, of_parts, page["optimizers"]))}
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **page["numbers"]}.items():
         index, _, key = name.partition(".")

@@ -107,13 +107,13 @@ class Engine:
         """Raise Interrupted before the first step if a stop was requested."""
         stop.obey(when)
 
-    def take(self, own: TakeStep) -> TakeStep:
-        """Return the function that takes each step of a training. own: the recipe's `step`."""
-        return own
+    def take(self, recipe_step: TakeStep) -> TakeStep:
+        """Return the function that takes each step of a training. recipe_step: the recipe's."""
+        return recipe_step
 
-    def num_rows(self, batch: dict[str, Tensor]) -> int:
+    def num_rows(self, batch: dict[str, Tensor], model: nn.Module) -> int:
         """Return the number of rows of the last whole batch; `batch` is this process's part of it."""
-        return num_rows(batch)
+        return num_rows(batch, model)
 
     def asked(self, stop: StopRequest) -> bool:
         """Return whether a stop was requested and all processes know it."""
@@ -208,9 +208,9 @@ class Session:
         self.saver.wait()
         return how_to_continue(self.checkpoints)
 
-    def stop_at(self, found: str) -> UserError:
-        """Return the error for a step in which something is NaN or infinite. found: what, by stage."""
+    def stop_at(self, problem: str) -> UserError:
+        """Return the error for a step in which something is NaN or infinite. problem: which tensor."""
         return UserError(
-            f"step {self.trained.progress.step + 1}: {found}; lower train.lr or table.lr, or set "
+            f"step {self.trained.progress.step + 1}: {problem}; lower train.lr or table.lr, or set "
             f"train.clip_norm, and {self.how_to_continue()}"
         )

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import find_tables
+from dphybrid.embedding.collection import is_dense
 from dphybrid.training.checkpoint import how_to_continue
 from dphybrid.util.errors import UserError
 
-Rows = tuple[str, Tensor, Tensor | None]
+Rows = tuple[str, Any, Tensor | None]
 """(name, rows, row numbers) of a tensor. Row numbers None: the tensor holds all rows."""
 
 _BLOCK = 2**18  # entries checked at once: bounds the memory of the masks
-_NAMED = 3  # bad entries that a message names for each stage
 
 
 def gradient_sum(parameters: Iterable[Tensor]) -> float:
@@ -34,42 +34,28 @@ def gradient_sum(parameters: Iterable[Tensor]) -> float:
 
 
 def not_finite(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clipped: bool) -> str:
-    """Return what is NaN or infinite after the backward of a step, by stage, or "" when everything is finite.
+    """Return the first tensor that is NaN or infinite after the backward of a step, in the order of
+    computation, such as "table words row 5 is nan", or "" when everything is finite.
 
     clipped: whether gradients were scaled by their norm, which may be infinite although each one is finite.
     """
-    found: list[str] = []
+    if (problem := _first_problem(_tensors_of_step(model, batch, loss))) is not None:
+        return " is ".join(problem)
+    return "the gradients' norm is infinite, although each of them is finite" if clipped else ""
 
-    def look(stage: str, tensors: Iterable[Rows]) -> None:
-        """Record the first bad entry of each tensor."""
-        bad = []
-        for name, tensor, ids_U in tensors:
-            if (at := first_bad(tensor)) is not None:
-                row = at[0] if ids_U is None else int(ids_U[at[0]])
-                # Not str.format: names of parameters and columns may contain braces of their own.
-                bad.append(f"{name.replace('{row}', str(row))} is {at[1]}")
-        if bad:
-            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            found.append(f"{stage}: {', '.join(bad[:_NAMED])}{more}")
 
-    tables = find_tables(model)
-    rows = {name: got for name, table in tables.items() if (got := table.row_gradients()) is not None}
-    touched: list[Rows] = []
-    gradients: list[Rows] = []
-    for name, (ids_U, grads_UD) in rows.items():
-        touched.append((f"table {name} row {{row}}", tables[name].settled()[ids_U], ids_U))
-        gradients.append((f"the gradient of table {name} row {{row}}", grads_UD, ids_U))
-    blocks: list[Rows] = [(f"parameter {name}", value, None) for name, value in _blocks(model)]
-    gradients += [(f"the gradient of {what}", p.grad, None) for what, p, _ in blocks if p.grad is not None]
-    # In the order of computation: the first stage named is usually the cause, the later ones follow from it.
-    look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
-    look("lookup", touched)
-    look("forward", blocks)
-    look("loss", [("the loss", loss, None)])
-    look("backward", gradients)
-    if not found and clipped:
-        found.append("clip: the gradients' norm is infinite, although each of them is finite")
-    return "; ".join(found)
+def _tensors_of_step(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor) -> Iterator[Rows]:
+    row_gradients = {name: table.row_gradients() for name, table in find_tables(model).items()}
+    yield from ((f"the batch's {name}", value, None) for name, value in batch.items())
+    for name, table in find_tables(model).items():
+        if (gradients := row_gradients[name]) is not None:
+            yield f"table {name}", table.settled()[gradients[0]], gradients[0]
+    yield from _parameters(model)
+    yield "the loss", loss, None
+    for name, gradients in row_gradients.items():
+        if gradients is not None:
+            yield f"the gradient of table {name}", gradients[1], gradients[0]
+    yield from ((f"the gradient of {name}", p.grad, None) for name, p, _ in _parameters(model))
 
 
 def check_finite(
@@ -79,54 +65,56 @@ def check_finite(
     parameter or table row. Costs one pass over the tensors.
 
     rows: the rows of tables and of their states that may have changed. checkpoints: folder of the earlier
-    checkpoints; the message names the last one. Buffers of blocks may be infinite (masks are) but not NaN.
+    checkpoints; the message names the last one.
     """
-    for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
+    problem = _first_problem(rows) or _bad_block(model) or _first_problem(_dense_states(model, dense))
+    if problem is not None:
+        raise UserError(
+            f"{problem[0]} is not a finite number at step {step}, so no checkpoint was written; lower "
+            f"train.lr or table.lr, or set train.clip_norm, and {how_to_continue(checkpoints)}"
+        )
+
+
+def bad_weight(model: nn.Module) -> str | None:
+    """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight row 3",
+    or None."""
+    tables = ((f"table {name}", table.settled(), None) for name, table in find_tables(model).items())
+    problem = _first_problem(tables) or _bad_block(model)
+    return None if problem is None else problem[0]
+
+
+def _bad_block(model: nn.Module) -> tuple[str, str] | None:
+    """Return the first of a model's dense parameters and buffers that is NaN or infinite. Buffers may be
+    infinite (masks are) but not NaN."""
+    buffers = ((f"buffer {name}", buffer, None) for name, buffer in model.named_buffers())
+    return _first_problem(_parameters(model)) or _first_problem(buffers, infinite_too=False)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, None]]:
+    """Yield the dense parameters by name: all except the tables' weights."""
+    dense = is_dense(model)
+    return ((f"parameter {name}", value, None) for name, value in model.named_parameters() if dense(value))
+
+
+def _dense_states(model: nn.Module, dense: torch.optim.Optimizer | None) -> Iterator[Rows]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for weight, states in (dense.state if dense is not None else {}).items():
+        for key, state in states.items():
+            if isinstance(state, Tensor):
+                yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None
+
+
+def _first_problem(tensors: Iterable[Rows], infinite_too: bool = True) -> tuple[str, str] | None:
+    """Return (name and row, value) of the first entry that is NaN or infinite, or None."""
+    for name, tensor, ids_U in tensors:
+        if tensor is None:
+            continue
         # A table spread over several processes is no Tensor: each process checks its own rows.
         bad = first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
         if bad is not None:
             row = bad[0] if ids_U is None else int(ids_U[bad[0]])
-            raise UserError(
-                f"{what}{f' row {row}' if tensor.dim() else ''} is not a finite number at step {step}, so no "
-                "checkpoint was written; lower train.lr or table.lr, or set train.clip_norm, and "
-                f"{how_to_continue(checkpoints)}"
-            )
-
-
-def bad_weight(model: nn.Module) -> str | None:
-    """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight", or
-    None."""
-    tables: list[Rows] = [
-        (f"table {name}", table.settled(), None) for name, table in find_tables(model).items()
-    ]
-    for what, tensor, _, infinite_too in _tensors(model, None, tables):
-        bad = first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
-        if bad is not None:
-            return f"{what}{f' row {bad[0]}' if tensor.dim() else ''}"
+            return f"{name}{f' row {row}' if tensor.dim() else ''}", str(bad[1])
     return None
-
-
-def _tensors(
-    model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows]
-) -> Iterator[tuple[str, Any, Tensor | None, bool]]:
-    for what, tensor, ids_U in rows:
-        yield what, tensor, ids_U, True
-    names: dict[Tensor, str] = {}
-    for name, parameter in _blocks(model):
-        names[parameter] = name
-        yield f"parameter {name}", parameter, None, True
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name}", buffer, None, False
-    for weight, states in (dense.state if dense is not None else {}).items():
-        for key, state in states.items():
-            if isinstance(state, Tensor):
-                yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None, True
-
-
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the dense parameters by name: all except the tables' weights."""
-    weights = {id(table.weight) for table in find_tables(model).values()}
-    return ((name, value) for name, value in model.named_parameters() if id(value) not in weights)
 
 
 def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | None:

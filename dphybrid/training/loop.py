@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dphybrid.config import TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
-from dphybrid.embedding import DeclaresIds, RowPipeline
+from dphybrid.embedding import RowPipeline
 from dphybrid.parallel import check_split, find_data_parallel
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
@@ -38,7 +38,7 @@ def train(session: Session, observer: Observer) -> None:
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = steps_of_epoch(session)
-    ids_of = ids_of_parts(model, config.accumulate) if isinstance(model, DeclaresIds) else None
+    ids_of = ids_of_parts(model, config.accumulate)
     step, take = Step(session), engine.take(session.take)
     if config.check_split and progress.step == 0:  # a resumed run was checked when it started
         _check_split(session, observer)
@@ -59,7 +59,7 @@ def train(session: Session, observer: Observer) -> None:
                 with stage("forward"):  # `Step.update` times what is not, as inner stages
                     loss, weight = take(step, batch)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
-                observer.step_ended(loss, weight, engine.num_rows(batch))
+                observer.step_ended(loss, weight, engine.num_rows(batch, model))
                 # The writing thread may have failed: stop now, not after hours without a checkpoint.
                 session.saver.check()
                 if engine.asked(session.stop):

@@ -2,8 +2,9 @@
 rows and of dense parameters; a whole table is read while it goes on (`embedding.snapshot`).
 
 A full checkpoint holds each table in one file. A checkpoint between two full ones holds a hard link to the
-table file of the last full one, and the rows changed since (see `tensor_file`). Each folder is therefore
-complete by itself, whichever other checkpoint is removed.
+table file of the last full one, and the rows changed since (see `tensor_file`). A frozen table is written
+once, and linked by every later checkpoint. Each folder is therefore complete by itself, whichever other
+checkpoint is removed.
 
 Letters: U changed rows of a table.
 """
@@ -61,13 +62,18 @@ class _Copied:
 
     Attributes:
         ids_U: The changed rows, or None for all.
-        by_row: Weight and states at these rows.
+        by_row: Weight and states at these rows; empty for a table whose file is linked as it is.
         whole: States that do not have one entry for each row.
     """
 
     ids_U: Tensor | None
     by_row: dict[str, Any]
     whole: dict[str, Tensor]
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the table is frozen and its file in the checkpoint before is up to date."""
+        return not self.by_row
 
 
 class CheckpointWriter:
@@ -96,6 +102,8 @@ class CheckpointWriter:
         self._in_place = in_place
         self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
         self._by_hand: set[str] = set()
+        # Frozen tables in the latest checkpoint: weight and its version.
+        self._frozen: dict[str, tuple[Tensor, int]] = {}
         self._latest: Path | None = None
         self._since_full = 0
         # A single thread: a checkpoint links files of the one before, which must be complete by then.
@@ -124,8 +132,9 @@ class CheckpointWriter:
         last full one."""
         self._latest, self._since_full = path, page.since_full
         if self._changes is not None:
-            found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
-            self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
+            changed = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
+            self._changes.restore({name: ids_U for name, ids_U in changed.items() if ids_U is not None})
+        self._frozen = self._frozen_tables()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs so far, fit for JSON."""
@@ -176,7 +185,8 @@ class CheckpointWriter:
         files, optimizer_page = self._dense()
         # Copied, because state dicts refer to objects that training continues to change.
         states = {name: copy.deepcopy(one.state_dict()) for name, one in stateful.items()}
-        partly = bool(copies) and all(copied.ids_U is not None for copied in copies.values())
+        written = [copied for copied in copies.values() if not copied.is_linked]
+        partly = bool(written) and all(copied.ids_U is not None for copied in written)
         self._since_full = self._since_full + 1 if partly else 0
         page = CheckpointState(
             since_full=self._since_full,
@@ -191,7 +201,7 @@ class CheckpointWriter:
         if not partly and self._changes is not None:
             self._changes.forget()
         # Before it is written: should that fail, `wait` raises before the next checkpoint links to it.
-        self._latest = final
+        self._latest, self._frozen = final, self._frozen_tables()
         stall_s = time.perf_counter() - start
 
         def work() -> None:
@@ -218,16 +228,32 @@ class CheckpointWriter:
             self.wait()
         return final
 
+    def _frozen_tables(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the weights that are not trained, and their versions, by table."""
+        tables, rows = find_tables(self._trained.model), self._trained.rows
+        trained = {} if rows is None else {name: rows.states_of(name) for name in rows.tables}
+        return {
+            name: (table.weight, table.weight._version)
+            for name, table in tables.items()
+            if not table.weight.requires_grad and not trained.get(name)
+        }
+
     def _copies(self) -> dict[str, _Copied]:
         """Return for each table copies of its changed rows; or all rows, not copied, if the changed ones are
         unknown or too many."""
         rows, changed = self._trained.rows, dict[str, Tensor | None]()
         # is_dir: a user may have removed the folder whose files would be linked.
-        if self._since_full + 1 < self._full_every and self._latest is not None and self._latest.is_dir():
+        has_base = self._latest is not None and self._latest.is_dir()
+        if self._since_full + 1 < self._full_every and has_base:
             changed = self._changes.rows() if self._changes is not None else {}
+        frozen = self._frozen_tables() if has_base and not self._in_place else {}
         parts: dict[str, _Copied] = {}
         everything, partly = 0, 0.0
         for name, table in find_tables(self._trained.model).items():
+            # By identity and version: == would compare values.
+            if name in frozen and _same(frozen[name], self._frozen.get(name)):
+                parts[name] = _Copied(None, {}, {})
+                continue
             by_row, states = {"weight": table.settled()}, {}
             if rows is not None and name in rows.tables:
                 by_row, states = by_row | rows.row_states(name), rows.states_of(name)
@@ -251,7 +277,7 @@ class CheckpointWriter:
             return None
         if self._changes is not None:
             self._by_hand |= self._changes.unknown()
-        whole = {name: copied for name, copied in copies.items() if copied.ids_U is None}
+        whole = {name: part for name, part in copies.items() if part.ids_U is None and not part.is_linked}
         trained = {} if self._trained.rows is None else self._trained.rows.tables
         for name in (whole.keys() & self._by_hand) | (whole.keys() - trained.keys()):
             # A change that is no update puts nothing aside. Mapped memory returns to the system once it is
@@ -281,8 +307,10 @@ class CheckpointWriter:
         if trained.dense is not None:
             files["blocks_optimizer.safetensors"], page = flatten_optimizer(trained.dense.state_dict())
         if (rows := trained.rows) is not None:
-            others = {name: rows.states_of(name) for name in rows.tables if name not in tables}
-            extra = {f"{name}.{key}": state for name, own in others.items() for key, state in own.items()}
+            outside = {name: rows.states_of(name) for name in rows.tables if name not in tables}
+            extra = {
+                f"{name}.{key}": state for name, states in outside.items() for key, state in states.items()
+            }
             files |= {"tables/_optimizer.safetensors": extra} if extra else {}
         # Swapped: the blocks' file gets the averaged weights, for prediction, the optimizer's the raw ones.
         with averaged(trained.dense):
@@ -311,13 +339,15 @@ class CheckpointWriter:
             for name, copied in copies.items():
                 file = table_file(partial, name)
                 key = file.relative_to(partial).as_posix()
-                if copied.ids_U is None:
+                if copied.ids_U is None and not copied.is_linked:
                     sums[key] = write_tensors(file, {**copied.by_row, **copied.whole})
                     continue
                 assert base is not None  # without an earlier checkpoint, `_copies` returns all rows
                 _link(base / key, file)
                 # The linked file is not read again: its checksum is that of the previous page.
                 sums[key] = read_state(base).crc32[key]
+                if copied.ids_U is None:
+                    continue
                 changed = {rows_of(part): rows for part, rows in copied.by_row.items()}
                 file = changed_file(partial, name)
                 key = file.relative_to(partial).as_posix()
@@ -340,6 +370,11 @@ class CheckpointWriter:
                     f"written; delete {encoder.parent} and prepare the data again"
                 )
         return copied
+
+
+def _same(one: tuple[Tensor, int], other: tuple[Tensor, int] | None) -> bool:
+    """Return whether two (weight, version) pairs are of one weight that has not changed."""
+    return other is not None and one[0] is other[0] and one[1] == other[1]
 
 
 def _link(base: Path, file: Path) -> None:
@@ -383,10 +418,11 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
     wanted = {*existing[-config.keep_last :], *(path for path in existing if step_of(path) in best)}
     if config.keep_every:
         wanted |= {path for path in existing if step_of(path) % config.keep_every == 0}
-    files = {}  # inode of the table file: equal for checkpoints that link the same one
-    for path in existing:
-        tables = sorted((path / "tables").glob("*.safetensors"))
-        files[path] = tables[0].stat().st_ino if tables else path
+    # Inodes of the table files: equal for checkpoints that link the same ones.
+    files = {
+        path: tuple(file.stat().st_ino for file in sorted((path / "tables").glob("*.safetensors"))) or path
+        for path in existing
+    }
     if len(wanted) > 1 and len({files[path] for path in wanted}) == 1:
         wanted |= set([path for path in existing if files[path] != files[existing[-1]]][-1:])
     for damaged in folder.glob("step-*.damaged"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import clip_grad_norm_, dense_parameters
 from dphybrid.training.engine import Batch, Session
 from dphybrid.training.finite import gradient_sum, not_finite
-from dphybrid.training.memory import num_rows, out_of_memory_report, parts_of, scale_gradients
+from dphybrid.training.memory import num_rows, out_of_memory, parts_of, scale_gradients
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.stages import stage
@@ -63,7 +63,7 @@ class Step:
                 for optimizer in trained.named.values():
                     optimizer.zero_grad()
             sums: list[tuple[Tensor, Tensor]] = []
-            for part in parts_of(batch, config.accumulate):
+            for part in parts_of(batch, config.accumulate, trained.model):
                 with lower_precision(config.precision, trained.model):
                     outputs = (losses or trained.model)(part)
                 with stage("loss"):
@@ -88,8 +88,8 @@ class Step:
                 finite = math.isfinite(size) and math.isfinite(loss)
                 if clips and finite:
                     self.session.norms.append(float(size))
-            if not finite and (found := self._not_finite(batch, loss, weight, clips)):
-                raise self.session.stop_at(found)
+            if not finite and (problem := self._not_finite(batch, loss, weight, clips)):
+                raise self.session.stop_at(problem)
             updating = True
             for optimizer in chosen.values():
                 with stage("row_update" if optimizer is trained.rows else "dense_update"):
@@ -97,34 +97,25 @@ class Step:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._out_of_memory(error, batch, updating) from error
+            rows = num_rows(batch, trained.model)
+            remedy = self.session.how_to_continue()
+            raise out_of_memory(error, self.number + 1, rows, updating, remedy) from error
         return loss, weight
 
     def _optimizers(self, names: str | Sequence[str]) -> dict[str, torch.optim.Optimizer]:
-        known = self.session.trained.named
+        optimizers = self.session.trained.named
         wanted = [names] if isinstance(names, str) else list(names)
-        if unknown := [name for name in wanted if name not in known]:
+        if unknown := [name for name in wanted if name not in optimizers]:
             raise UserError(
                 f"step: there is no optimizer {unknown[0]!r}; the recipe's optimizers() and the tables have "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(optimizers) or 'none'}"
             )
-        return {name: known[name] for name in wanted} if wanted else dict(known)
+        return {name: optimizers[name] for name in wanted} if wanted else dict(optimizers)
 
     def _not_finite(self, batch: Batch, loss: Tensor, weight: Tensor, clipped: bool) -> str:
         if float(weight) == 0:
-            return "loss: the batch's weights add up to 0, so that it has no mean"
+            return "the batch's weights add up to 0, so that it has no mean"
         return not_finite(self.model, batch, loss, clipped)
-
-    def _out_of_memory(self, error: RuntimeError, batch: Batch, updating: bool) -> UserError:
-        trained = self.session.trained
-        report = out_of_memory_report(error, self.number + 1, num_rows(batch), trained.model, trained.dense)
-        remedy = "Lower train.batch_size or the model's sizes, or use more devices, and "
-        if updating:
-            remedy = (
-                "The update itself ran out of memory; a smaller batch does not help. Lower the model's sizes "
-                "or use train.optimizer=sgd, and "
-            )
-        return UserError(f"{report}\n{remedy}{self.session.how_to_continue()}")
 
 
 def lower_precision(precision: str, model: nn.Module) -> AbstractContextManager[object]:

@@ -56,11 +56,5 @@ RULES: Mapping[str, RowRule] = {
             "one number per weight and one per row",
             counts_updates=True,
         ),
-        RowRule(
-            "lion",
-            {"mean": ("mean", "weight")},
-            {"lr": 1e-4, "betas": (0.9, 0.99)},
-            "one number per weight",
-        ),
     )
 }

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding import NgramMemory, RowPipeline, clip_grad_norm_, dense_parameters, row_optimizer
+from dphybrid.embedding import (
+    NgramMemory,
+    RowPipeline,
+    clip_grad_norm_,
+    dense_parameters,
+    find_tables,
+    row_optimizer,
+)
 from dphybrid.parallel import DataParallel
 
 WIDTH, HEADS, STEPS, BATCH_SIZE, WINDOW = 64, 4, 200, 16, 128
@@ -78,9 +85,13 @@ def train(memory: bool, steps: int = STEPS, devices: str | None = None) -> list[
     dense = torch.optim.AdamW(dense_parameters(model), lr=0.003)
     rows = row_optimizer("adam", model, lr=0.003) if memory else None
     losses: list[float] = []
+
+    def row_ids(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {name: model.module.memory.row_ids(batch[0]) for name in find_tables(model)}
+
     # The rows follow from the tokens alone, so a worker fetches those of the next batch during this step.
     with RowPipeline(model) as pipeline:
-        for tokens_BT, next_BT in pipeline.prefetch(batches(text, steps)):
+        for tokens_BT, next_BT in pipeline.prefetch(batches(text, steps), row_ids):
             loss = model(tokens_BT, next_BT).mean()
             loss.backward()
             clip_grad_norm_(model.parameters(), 1.0)

@@ -57,31 +57,12 @@ class RowWise(torch.optim.Optimizer):
                 row -= group["lr"] * grad / (state["sum"].sqrt() + 1e-10)
 
 
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al. (2023), in torch's own operations, with betas (0.9, 0.99)."""
-
-    def __init__(self, rows: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(rows, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        for row in group["params"]:
-            if row.grad is None:
-                continue
-            mean = self.state[row].get("mean", 0 * row.grad)
-            way = (0.9 * mean + 0.1 * row.grad).sign()
-            row -= group["lr"] * (way + group["weight_decay"] * row)
-            self.state[row]["mean"] = 0.99 * mean + 0.01 * row.grad
-
-
 REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": partial(RowWise, adam=False),
     "lazy-adagrad": torch.optim.Adagrad,
     "adam": partial(RowWise, adam=True),
     "lazy-adam": torch.optim.Adam,
-    "lion": Lion,
 }
 """adamw is compared in test_host_embedding.py."""
 

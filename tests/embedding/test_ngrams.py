@@ -114,20 +114,19 @@ def test_a_model_of_another_precision_adds_its_own(dtype: torch.dtype) -> None:
     torch.testing.assert_close(added.float(), wanted, atol=0.002, rtol=0.02)
 
 
-def losses(devices: str, mode: str = "off", cut: bool = False) -> list[float]:
-    """Return the losses of some steps. mode: of the pipeline, which must find the tokens by itself. cut:
-    batches are windows of which forward takes all but the last token."""
+def losses(devices: str, mode: str = "off") -> list[float]:
+    """Return the losses of some steps. mode: of the pipeline."""
     torch.manual_seed(0)
     model = DataParallel(Language().double(), devices)
     dense = torch.optim.Adam(dense_parameters(model), lr=0.05)
     rows = row_optimizer("adam", model, lr=0.05)
     windows = torch.randint(30, (6, 7, 10), generator=torch.Generator().manual_seed(2))
-    batches = [{"window": each} if cut else (each[:, :-1], each[:, 1:]) for each in windows]
+    batches = [(window[:, :-1], window[:, 1:]) for window in windows]
+    (table,) = find_tables(model)
     found = []
     with RowPipeline(model, mode=mode, on_cpu=True) as pipeline:
-        for batch in pipeline.prefetch(batches):
-            given = (batch["window"][:, :-1], batch["window"][:, 1:]) if isinstance(batch, dict) else batch
-            loss = model(*given).mean()
+        for batch in pipeline.prefetch(batches, lambda batch: {table: model.module.memory.row_ids(batch[0])}):
+            loss = model(*batch).mean()
             loss.backward()
             for optimizer in (dense, rows):
                 optimizer.step()
@@ -143,19 +142,9 @@ def test_a_memory_inside_a_region_trains_as_unsplit(devices: str) -> None:
     assert losses(devices) == pytest.approx(losses("cpu"), rel=1e-9)
 
 
-@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
-def test_its_rows_are_fetched_ahead_without_a_declaration(devices: str, cut: bool) -> None:
-    assert losses(devices, "exact", cut) == losses(devices)
-
-
-def test_says_when_no_tensor_of_the_batch_shows_the_ids() -> None:
-    model = DataParallel(Language(), "cpu*2")
-    batches = RowPipeline(model, on_cpu=True).prefetch([torch.ones(4, 3, dtype=torch.long)] * 2)
-    batch = next(batches)
-    model(batch + 1, batch).mean().backward()
-    with pytest.warns(RuntimeWarning, match="ids are not known"):
-        next(batches)
+def test_its_declared_rows_are_fetched_ahead(devices: str) -> None:
+    assert losses(devices, "exact") == losses(devices)
 
 
 def test_replicas_share_the_table() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, vmap
 
 from dphybrid.embedding import (
     CombinedOptimizer,
@@ -82,32 +82,6 @@ def test_groups_may_have_a_name_and_what_schedules_note() -> None:
     copied.load_state_dict(copied.state_dict())
 
 
-def test_an_option_that_is_misspelt_later_is_refused_by_the_next_step() -> None:
-    one = table()
-    rows = RowAdagrad(one, lr=0.1)
-    rows.param_groups[0]["note"] = "the user's"
-    one(IDS).sum().backward()
-    rows.step()
-    rows.param_groups[0]["weight_decy"] = 0.1
-    with pytest.raises(
-        TypeError, match="key of a parameter group 'weight_decy'; did you mean 'weight_decay'"
-    ):
-        rows.step()
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-def test_states_find_their_tables_by_name(grouped: bool) -> None:
-    one, two = ({name: table() for name in names} for names in ("ab", "ba"))
-    first, second = (RowAdagrad(tables if grouped else list(tables.items()), lr=0.1) for tables in (one, two))
-    one["a"](IDS).sum().backward()
-    first.step()
-    first.param_groups[0]["lr"] = 0.7
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(second.states()["a.sum"], first.states()["a.sum"])
-    assert not second.states()["b.sum"].any()
-    assert [group["lr"] for group in second.param_groups] == ([0.1, 0.7] if grouped else [0.7])
-
-
 def test_tied_tables_and_shallow_copies_freeze_the_rows_of_their_one_weight() -> None:
     padded, tied = HostEmbedding(6, 2, padding_idx=3, seed=0), HostEmbedding(6, 2, seed=1)
     tied.weight = padded.weight
@@ -134,41 +108,37 @@ def test_a_table_without_a_weight_says_so() -> None:
         without(IDS)
 
 
-def both(table: HostEmbedding) -> tuple[HostEmbedding, nn.Embedding]:
-    return table, nn.Embedding.from_pretrained(table.settled().clone(), freeze=False)
-
-
-def loss(module: nn.Module, weight: Tensor, ids: Tensor) -> Tensor:
-    looked_up: Tensor = functional_call(module, {"weight": weight}, (ids,))
+def cubes(module: nn.Module, weight: Tensor) -> Tensor:
+    looked_up: Tensor = functional_call(module, {"weight": weight}, (IDS,))
     return (looked_up**3).sum()
 
 
+def in_forward_mode(table: HostEmbedding) -> None:
+    with forward_ad.dual_level():
+        table(IDS)
+
+
 @pytest.mark.parametrize(
-    "of",
+    "use",
     [
-        lambda m, w: grad(lambda w: loss(m, w, IDS))(w),
-        lambda m, w: jvp(lambda w: loss(m, w, IDS), (w,), (torch.ones_like(w),))[1],
-        lambda m, w: vjp(lambda w: loss(m, w, IDS), w)[1](torch.tensor(2.0))[0],
-        lambda m, w: vmap(grad(lambda w, ids: loss(m, w, ids)), (None, 0))(w, IDS),
-        lambda m, w: vmap(lambda w: functional_call(m, {"weight": w}, (IDS,)))(torch.stack([w, 2 * w])),
+        lambda t: grad(lambda w: cubes(t, w))(t.settled()),
+        lambda t: vmap(lambda w: cubes(t, w))(t.settled()[None]),
+        lambda t: torch.autograd.grad(t(IDS[0])[:, 0], t.weight, torch.eye(3), is_grads_batched=True),
+        lambda t: torch.autograd.grad((t(IDS) ** 3).sum(), t.weight, create_graph=True),
+        in_forward_mode,
     ],
-    ids=["grad", "jvp", "vjp", "each sample", "several weights"],
+    ids=["grad", "vmap", "batched", "second order", "forward mode"],
 )
-def test_transforms_of_torch_func_see_a_lookup(of: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    mine, theirs = (of(module, module.weight.detach()) for module in both(table()))
-    assert mine.abs().sum() > 0
-    torch.testing.assert_close(mine, theirs)
+def test_derivatives_that_tables_do_not_have_are_refused(use: Callable[[HostEmbedding], object]) -> None:
+    with pytest.raises(UserError, match="has no derivatives by torch.func.*; use nn.Embedding"):
+        use(table())
 
 
-class LookedUp(nn.Module):
-    def __init__(self, devices: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.net = HostEmbedding(6, 4, seed=1), DataParallel(nn.Linear(4, 3), devices)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.net(self.net.rows(self.table, ids)).tanh()
-        return out
+def test_second_derivatives_through_a_split_are_refused() -> None:
+    one, region = table(), DataParallel(nn.Identity(), "cpu*2")
+    loss = (region(region.rows(one, IDS)) ** 3).sum()
+    with pytest.raises(UserError, match="of second order"):
+        torch.autograd.grad(loss, one.weight, create_graph=True)
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
@@ -178,33 +148,6 @@ def test_hooks_of_a_collection_see_lookups_for_a_region(devices: str) -> None:
     tables.register_forward_hook(lambda _, __, rows: seen.append(len(rows)))
     region(region.rows(tables, IDS[:, :2]))
     assert seen == [2]
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_forward_derivatives_and_second_ones_pass_through_a_split() -> None:
-    ids, found = IDS.reshape(-1), []
-    for devices in ("cpu", "cpu*2", "cpu*3"):
-        model = LookedUp(devices)
-        with forward_ad.dual_level():
-            duals = {
-                k: forward_ad.make_dual(p.detach(), torch.ones_like(p)) for k, p in model.named_parameters()
-            }
-            tangent = forward_ad.unpack_dual(functional_call(model, duals, (ids,))).tangent
-        seen: list[Tensor] = []
-
-        def note(_: nn.Module, __: object, of: tuple[Tensor, ...], seen: list[Tensor] = seen) -> None:
-            seen.extend(of)
-
-        model.table.register_full_backward_hook(note)
-        grads = torch.autograd.grad((model(ids) ** 2).sum(), list(model.parameters()), create_graph=True)
-        squares = [(each.to_dense() if each.is_sparse else each).square().sum() for each in grads]
-        torch.stack(squares).sum().backward()
-        second = model.table.weight.grad
-        assert tangent is not None
-        assert second is not None
-        found.append((tangent, second.to_dense(), torch.cat(seen)))
-    for split in found[1:]:
-        torch.testing.assert_close(split, found[0])
 
 
 def test_tied_tables_are_fetched_ahead_with_the_same_bits() -> None:

@@ -4,19 +4,16 @@ that it changes no bit."""
 import gc
 import threading
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dphybrid.embedding import HostEmbedding, RowPipeline, RowSGD
 from dphybrid.embedding.gradients import sparse
-from dphybrid.parallel import DataParallel
 
 AlwaysAhead = partial(RowPipeline, on_cpu=True)
 
@@ -68,54 +65,24 @@ def test_wrong_ids_and_unknown_tables_are_named() -> None:
         list(pipeline.prefetch([torch.tensor([1])], lambda ids: {"other": ids}))
 
 
-class TwoTables(nn.Module):
-    """Looks up `of(ids)` of table u, through a region or not, and `ids` of table i."""
-
-    def __init__(self, region: bool, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.u, self.i, self.net = (
-            HostEmbedding(9, 2),
-            HostEmbedding(9, 2),
-            DataParallel(nn.Linear(2, 1), "cpu"),
-        )
-        self.of, self.look_up = of, self.net.rows if region else lambda table, ids: table(ids)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        both: torch.Tensor = self.net(self.look_up(self.u, self.of(ids)) + self.net.rows(self.i, ids))
-        return both
-
-
 @pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize(
-    ("region", "of", "announced", "words"),
-    [
-        (True, torch.clone, {"u", "i"}, None),
-        (True, torch.clone, {"u"}, "forward also looks up rows of i; .* return their ids, too"),
-        (False, torch.clone, {"u", "i"}, "no region takes the rows of u; .* region.rows"),
-        (True, torch.neg, {"u", "i"}, "forward looks up other ids of u than those announced"),
-        (True, torch.clone, {"u", "I"}, r"ids for the tables \['I'\], which the model lacks"),
-    ],
-)
-def test_what_cannot_be_fetched_ahead_is_said_with_and_without_a_worker(
-    region: bool, of: Any, announced: set[str], words: str | None, on_cpu: bool
-) -> None:
-    model = TwoTables(region, lambda ids: of(ids).abs().flip(0))
-
-    def ids_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: torch.zeros_like(ids) if of is torch.neg else ids for name in announced}
-
-    refused = words is not None and "lacks" in words
-    expected: Any = (
-        pytest.raises(ValueError, match=words) if refused else pytest.warns(RuntimeWarning, match=words or "")
+def test_a_table_that_the_model_lacks_is_named_in_the_first_batch(on_cpu: bool) -> None:
+    loop = RowPipeline({"t": HostEmbedding(10, 2)}, on_cpu=on_cpu).prefetch(
+        [0], lambda _: {"I": torch.ones(1)}
     )
-    with (
-        warnings.catch_warnings() if words is None else expected,
-        RowPipeline(model, on_cpu=on_cpu) as pipeline,
-    ):
-        if words is None:
-            warnings.simplefilter("error")
-        for ids in pipeline.prefetch([torch.tensor([3, 3])] * 3, ids_of):
-            model(ids).sum().backward()
+    with pytest.raises(ValueError, match=r"ids for the tables \['I'\], which the model lacks; it has t"):
+        next(loop)
+
+
+def test_without_declared_ids_nothing_is_fetched_ahead_and_one_line_says_so() -> None:
+    table, batches = placed(10, 2), [torch.tensor([1, 2])] * 3
+    pipeline = AlwaysAhead({"t": table})
+    with pytest.warns(RuntimeWarning, match="the ids are not declared; give prefetch a function"):
+        first = [len(rows_of(table, ids)) for ids in pipeline.prefetch(batches)]
+    assert (
+        first == [len(rows_of(table, ids)) for ids in pipeline.prefetch(batches)] == [2, 2, 2]
+    )  # says it once
+    assert pipeline.counters()["prepared"] == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

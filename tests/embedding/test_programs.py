@@ -172,13 +172,13 @@ def run(
 ) -> list[Tensor]:
     """Return all that a program shows. restarts: steps before which everything is saved and made anew."""
     trained, seen, step = Trained(program, devices), list[Tensor](), 0
-    batches = (program.ids(number) for number in range(len(program.deeds)))  # one for all loops
     left: list[tuple[Tensor, Tensor]] = []
     while step < len(program.deeds):
         clear = all(p.grad is None for p in trained.model.parameters())
         if step in restarts and clear and not trained.is_tied:
             trained = trained.restarted()
         try:
+            batches = (program.ids(number) for number in range(step, len(program.deeds)))
             with RowPipeline(trained.model, mode=mode, on_cpu=True) as pipeline:
                 for ids_BF in pipeline.prefetch(batches, trained.model.table_ids):
                     assert torch.equal(ids_BF, program.ids(step)), f"{program}: another batch at {step}"

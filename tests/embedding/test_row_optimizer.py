@@ -248,6 +248,20 @@ def test_a_gradient_that_two_row_optimizers_apply_is_refused() -> None:
         two.step()
 
 
+@pytest.mark.parametrize("kind", RULES)
+def test_a_weight_that_is_not_trained_gets_states_once_it_is(kind: str) -> None:
+    one = table(freeze=True)
+    rows = row_optimizer(kind, one, lr=0.1)
+    assert not rows.states()
+    rows.load_state_dict(rows.state_dict())
+    one.weight.requires_grad_(True)
+    backward(one)
+    before = one.settled().clone()
+    rows.step()
+    assert not torch.equal(one.settled(), before)
+    assert rows.states().keys() == row_optimizer(kind, table(), lr=0.1).states().keys()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_clipping_spreads_a_bad_gradient_as_torch_does(value: float) -> None:
     found = []

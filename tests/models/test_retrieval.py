@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import sampled_softmax
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
@@ -47,19 +46,6 @@ def small(folder: Path, **values: object) -> Prepared:
     features = {"user_features": "country", "item_features": "genre", "cutoffs": "3,8"}
     data = RetrievalDataConfig(path=str(folder / "rows.csv"), **features | values)  # type: ignore[arg-type]
     return prepare("retrieval", data, folder / "prepared", 0)
-
-
-def test_an_item_counts_as_often_as_drawn_but_once_as_the_own_one_and_frequent_ones_less() -> None:
-    scores_BC = torch.tensor([[2.0, 1.0], [0.0, 3.0]], dtype=torch.float64)
-    q_C = torch.tensor([0.5, 0.1], dtype=torch.float64)
-    found = sampled_softmax(scores_BC, torch.tensor([0, 1]), q_C.log(), torch.tensor([2, 1]))
-    first = math.exp(2) / 0.5 / (math.exp(2) / 0.5 + math.exp(1) / 0.1)
-    second = math.exp(3) / 0.1 / (math.exp(3) / 0.1 + 2 * math.exp(0) / 0.5)
-    assert found.exp().tolist() == pytest.approx([1 / first, 1 / second])
-    once = sampled_softmax(scores_BC, torch.tensor([0, 1]), q_C.log())
-    assert float(once[1].exp()) == pytest.approx(
-        (math.exp(3) / 0.1 + math.exp(0) / 0.5) / (math.exp(3) / 0.1)
-    )
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])

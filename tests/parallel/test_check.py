@@ -3,13 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from benchmarks.parallel import run, text
-from dphybrid.parallel import DataParallel, Devices
+from dphybrid.parallel import DataParallel
 from dphybrid.parallel.check import check_module
-from dphybrid.training.memory import own_gpus
 from tests.parallel import zoo
 
 
@@ -36,13 +34,6 @@ def test_the_checker_names_place_and_remedy(make: Callable[[], nn.Module], words
 )
 def test_the_checker_raises_no_false_alarm(make: Callable[[], nn.Module]) -> None:
     assert check_module(make()) == []
-
-
-def test_only_the_models_own_gpus_are_asked_for_their_memory() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), region := DataParallel(nn.Linear(2, 2), "cpu*2"))
-    assert own_gpus(model) == []
-    region.devices = Devices("cuda:3,cuda:1", (torch.device("cuda:3"), torch.device("cuda:1")), virtual=False)
-    assert own_gpus(model) == [1, 3]
 
 
 @pytest.mark.nightly

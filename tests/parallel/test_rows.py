@@ -92,35 +92,12 @@ def test_every_row_of_the_own_loop_comes_prepared(monkeypatch: pytest.MonkeyPatc
     assert ahead == own_loop.main("cpu*4")
 
 
-class Turned(Looks):
-    """Looks up other ids than the batch has."""
-
-    def forward(self, ids_B2: Tensor) -> Tensor:
-        out: Tensor = super().forward(ids_B2.flip(1))
-        return out
-
-
 class Plainly(Looks):
     """Looks up without saying where the rows go."""
 
     def forward(self, ids_B2: Tensor) -> Tensor:
         out: Tensor = self.net(self.table(ids_B2))
         return out
-
-
-@pytest.mark.parametrize(
-    ("kind", "ids_of", "why"),
-    [
-        (Turned, None, r"the ids are not known ahead, .* give prefetch a function .* or the model a method"),
-        (Plainly, announced, r"no region takes the rows of table; look them up .* region.rows\(table, ids\)"),
-        (Looks, lambda ids: {"table": ids.flip(1)}, "forward looks up other ids of table than"),
-    ],
-)
-def test_what_cannot_be_fetched_ahead_is_told_once(kind: type[Looks], ids_of: Any, why: str) -> None:
-    with pytest.warns(RuntimeWarning, match=f"rows are not fetched ahead: {why}") as told:
-        counted = train(kind("cpu*2"), ids_of, on_cpu=True, epochs=2)
-    assert len(told) == 1
-    assert counted["prepared"] == 0
 
 
 def test_slips_of_a_call_are_told_by_name() -> None:
@@ -138,9 +115,9 @@ def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
         warnings.simplefilter("error")
         train(Looks("cpu"), announced, on_cpu=True)  # rows are where they belong
         train(Plainly("cpu*2"), None, mode="off", on_cpu=True)
-        turned = Turned("cpu*2")
-        with torch.no_grad(), RowPipeline(turned, on_cpu=True) as pipeline:  # evaluates
-            assert len([turned(batch) for batch in pipeline.prefetch(BATCHES)]) == len(BATCHES)
+        looks = Looks("cpu*2")
+        with torch.no_grad(), RowPipeline(looks, on_cpu=True) as pipeline:  # evaluates
+            assert len([looks(batch) for batch in pipeline.prefetch(BATCHES)]) == len(BATCHES)
             assert not list(pipeline.prefetch([]))
 
 

@@ -325,3 +325,68 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     verify_checkpoint(Path(again.best_checkpoint))
     page = read_run(folder, settings).page
     assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})
+
+
+def test_a_frozen_table_is_written_once_and_linked_by_later_checkpoints(tmp_path: Path) -> None:
+    def made() -> Trained:
+        model = nn.ModuleDict({name: HostEmbedding(50, 4, name=name, seed=1) for name in ("big", "small")})
+        model["big"].weight.requires_grad_(False)
+        return Trained(model, None, row_optimizer("adam", model, lr=0.1), Progress())
+
+    def step(trained: Trained) -> None:
+        trained.model["small"](torch.tensor([1, 2])).sum().backward()  # type: ignore[index, operator]
+        assert trained.rows is not None
+        trained.rows.step()
+        trained.progress.step += 1
+
+    def inodes(name: str) -> list[int]:
+        return [table_file(path, name).stat().st_ino for path in complete_checkpoints(tmp_path)]
+
+    trained = made()
+    with CheckpointWriter(tmp_path, trained) as writer:
+        for _ in range(2):
+            step(trained)
+            latest = writer.save({}, {})
+    again = made()
+    with CheckpointWriter(tmp_path, again) as writer:
+        writer.resumed(latest, load_checkpoint(latest, again))
+        step(again)
+        writer.save({}, {})
+        writer.wait()
+        assert len(set(inodes("big"))) == 1
+        assert len(set(inodes("small"))) == 3
+        with torch.no_grad():
+            again.model["big"].weight[3] = 7.0  # type: ignore[index, union-attr]
+        step(again)
+        latest = writer.save({}, {})
+    assert list(read_tensors(table_file(latest, "big"))) == ["weight"]
+    assert len(set(inodes("big"))) == 2
+    verify_checkpoint(latest)
+    loaded = made()
+    load_checkpoint(latest, loaded)
+    for name in ("big", "small"):
+        assert torch.equal(loaded.model[name].weight, again.model[name].weight)  # type: ignore[index, union-attr]
+
+
+def test_a_table_that_is_thawed_between_full_checkpoints_is_written_whole(tmp_path: Path) -> None:
+    def made(frozen: bool) -> Trained:
+        model = nn.ModuleDict({"words": HostEmbedding(300, 4, seed=1, freeze=frozen)})
+        return Trained(model, None, row_optimizer("adam", model, lr=0.1), Progress())
+
+    trained = made(frozen=True)
+    with CheckpointWriter(tmp_path, trained, full_every=9) as writer:
+        writer.save({}, {})
+        words, rows = trained.model.get_submodule("words"), trained.rows
+        words.weight.requires_grad_(True)  # type: ignore[operator, union-attr]
+        for _ in range(2):
+            words(torch.tensor([1, 2])).sum().backward()
+            assert rows is not None
+            rows.step()
+            trained.progress.step += 1
+            latest = writer.save({}, {})
+    loaded = made(frozen=False)
+    load_checkpoint(latest, loaded)
+    assert loaded.rows is not None
+    assert rows is not None
+    for name, state in rows.states().items():
+        assert torch.equal(loaded.rows.states()[name], state), name

@@ -1,4 +1,4 @@
-"""A batch that does not fit ends the training with a report; the error is injected."""
+"""A batch in parts, and a batch that does not fit: the error is injected."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from dphybrid.recipes import ModelContext
 from dphybrid.recipes.ctr.model import build_ctr
-from dphybrid.training.memory import num_rows
+from dphybrid.training.memory import num_rows, parts_of
 from tests.commands import run_with
 from tests.preparing import clicks
 from tests.refusing import refused
@@ -30,13 +30,13 @@ def build(context: ModelContext) -> nn.Module:
     return model
 
 
-def test_a_batch_that_does_not_fit_ends_the_training_with_a_report(data_dir: Path) -> None:
+def test_a_batch_that_does_not_fit_ends_the_training(data_dir: Path) -> None:
     calls[0] = 0
     values = ["model.factory=tests.training.test_memory:build", "devices=cpu*2", "train.check_split=false"]
     values += ["model.dim=4", "model.hidden=8", "train.epochs=2", "train.batch_size=64"]
     with refused(
         r"out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB."
-        r"(?s:.)*activations and replicas.*\nLower train.batch_size or the model's sizes, or use more devices"
+        r"\nLower train.batch_size or the model's sizes, or use more devices"
     ):
         run_with(*clicks(data_dir.parent), *values, run_name="run")
 
@@ -48,8 +48,22 @@ def test_a_check_that_does_not_fit_is_left_out(data_dir: Path, capsys: pytest.Ca
     assert "not compared, as the first device cannot hold the whole batch" in capsys.readouterr().out
 
 
-def test_rows_of_a_batch() -> None:
-    assert num_rows({"ids_BF": torch.ones(10, 2), "negatives_K": torch.ones(7)}) == 10
-    assert num_rows({"negatives_K": torch.ones(7), "user_id": torch.ones(3)}) == 3
-    assert num_rows({"price_USD": torch.ones(3), "x_B": torch.ones(3)}) == 3
-    assert num_rows({"x_NCHW": torch.ones(8, 1, 2, 2), "y_N": torch.ones(8)}) == 8
+class Declares(nn.Module):
+    whole = ("negatives_K",)
+
+
+def test_a_batch_is_divided_along_dim_0_but_for_what_the_model_declares() -> None:
+    batch = {"negatives_K": torch.arange(3), "ids_BF": torch.ones(5, 2), "user": torch.arange(5)}
+    batch["scale"] = torch.tensor(2.0)
+    assert num_rows(batch, Declares()) == 5
+    parts = list(parts_of(batch, 2, Declares()))
+    assert [len(part["ids_BF"]) for part in parts] == [3, 2]
+    assert torch.equal(torch.cat([part["user"] for part in parts]), batch["user"])
+    assert all(part["negatives_K"] is batch["negatives_K"] and part["scale"] == 2 for part in parts)
+    assert [len(part["user"]) for part in parts_of(batch, 9, Declares())] == [1] * 5
+
+
+def test_a_tensor_of_another_length_is_named_with_the_remedy() -> None:
+    batch = {"image_NCHW": torch.ones(4, 1, 2, 2), "prices_USD": torch.ones(3)}
+    with refused(r"train.accumulate=2: the batch's prices_USD has 3 rows, .* whole = \('prices_USD',\)"):
+        list(parts_of(batch, 2, nn.Identity()))

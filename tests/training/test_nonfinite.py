@@ -108,16 +108,15 @@ def weights(report: Report) -> dict[str, torch.Tensor]:
 def test_a_step_that_is_no_number_stops_before_its_update_and_names_place_and_checkpoint(
     poison: str, clip: str, data_dir: Path
 ) -> None:
-    with refused(r"^step \d+: loss: the loss is nan; .*gradient of table table row \d") as told:
+    with refused(r"^step \d+: the loss is nan; lower train.lr") as told:
         trained(f"model.poison={poison}", f"train.clip_norm={clip}")
     good = complete_checkpoints(data_dir / "runs/run/checkpoints")[-1]
     assert f"last good checkpoint, {good}, with --resume" in str(told.value)
-    assert "of parameter norm.weight is nan" in str(told.value)
 
 
 @pytest.mark.parametrize("clip", ["1", "0"])
 def test_a_batch_without_weight_is_named_as_the_cause(clip: str, data_dir: Path) -> None:
-    with refused("^step 1: loss: the batch's weights add up to 0, so that it has no mean; lower train.lr"):
+    with refused("^step 1: the batch's weights add up to 0, so that it has no mean; lower train.lr"):
         trained("model.poison=1", f"train.clip_norm={clip}", recipe="Weightless")
 
 
@@ -127,18 +126,18 @@ def backward(model: nn.Module, table: HostEmbedding, factor: float = 1.0) -> tor
     return loss.detach()
 
 
-def test_what_is_no_number_is_named_by_its_stage() -> None:
+def test_the_first_tensor_that_is_no_number_is_named() -> None:
     model = nn.ModuleDict({"words": HostEmbedding(9, 2, name="words"), "linear": nn.Linear(2, 1)})
     table = model["words"]
     row_optimizer("sgd", {"words": table}, lr=0.1)
     loss = backward(model, table)
     batch = {"dense_BN": torch.tensor([[0.0], [math.inf]]), "ids_B": torch.tensor([3, 5])}
     found = not_finite(model, batch, loss, clipped=False)
-    assert found == "data: dense_BN of the batch's sample 1 is inf"
+    assert found == "the batch's dense_BN row 1 is inf"
 
     table.settled()[5, 1] = math.nan
     found = not_finite(model, {}, loss, clipped=False)
-    assert found == "lookup: table words row 5 is nan"
+    assert found == "table words row 5 is nan"
 
     model.zero_grad()
     with torch.no_grad():
@@ -153,4 +152,4 @@ def test_names_with_braces_are_printed_as_they_are() -> None:
     model = nn.ModuleDict({"{price}": nn.Linear(1, 1)})
     nn.init.constant_(model["{price}"].weight, math.nan)
     found = not_finite(model, {}, torch.tensor(1.0), clipped=False)
-    assert found == "forward: parameter {price}.weight is nan"
+    assert found == "parameter {price}.weight row 0 is nan"

@@ -1,7 +1,6 @@
 """What a run does so that its first hours on a GPU hold no surprise, seen on stand-ins: none is needed."""
 
 import os
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.config import TrainConfig
-from dphybrid.embedding import CombinedOptimizer, HostEmbedding, RowPipeline
+from dphybrid.embedding import HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Lstm
 from dphybrid.training.checkpoint import Generators
 from dphybrid.training.loop import numerics
-from dphybrid.training.memory import make_states
-from dphybrid.training.optimizers import make_dense_optimizer
 from dphybrid.training.step import lower_precision, summed
 from tests.commands import run_with
 from tests.parallel.zoo import MODES, Running
@@ -178,86 +175,6 @@ def test_memory_that_runs_out_in_the_update_is_told_with_the_remedy(
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     with refused(r"out of memory in step 1 with a batch of 64(?s:.)*The update itself"):
         run_with(*clicks(data_dir.parent), "train.batch_size=64", "devices=cpu*2")
-
-
-@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
-def test_states_made_before_the_first_step_change_no_bit(kind: str) -> None:
-    def run(early: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-        optimizer = make_dense_optimizer(model, TrainConfig(optimizer=kind, weight_decay=0.1))  # type: ignore[arg-type]
-        if early:
-            before = [parameter.detach().clone() for parameter in model.parameters()]
-            make_states(optimizer, 8, model)
-            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-            assert all(parameter.grad is None for parameter in model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        kept = [value for state in optimizer.state.values() for value in state.values() if value is not None]
-        return [*(parameter.detach() for parameter in model.parameters()), *kept]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.optim.NAdam,
-        torch.optim.ASGD,
-        torch.optim.Rprop,
-        lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5),
-        lambda parameters: CombinedOptimizer(torch.optim.NAdam(parameters)),
-    ],
-)
-def test_any_optimizer_takes_the_same_steps_with_and_without_reserved_states(make: Any) -> None:
-    def run(early: bool, resumed: bool = False) -> list[Tensor]:
-        model, optimizer = nn.Linear(4, 2), None
-        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-        for step in range(4):
-            if optimizer is None or (resumed and step == 2):
-                states = optimizer and optimizer.state_dict()
-                optimizer = make(list(model.parameters()))
-                if early:
-                    make_states(optimizer, 8, model)
-                    assert not optimizer.state
-                if states:
-                    optimizer.load_state_dict(states)
-            optimizer.zero_grad()
-            model(torch.arange(8.0).view(2, 4) - 3 * step).square().mean().backward()
-            optimizer.step()
-        return [parameter.detach() for parameter in model.parameters()]
-
-    plain = run(early=False)
-    for others in (run(early=True), run(early=True, resumed=True)):
-        assert all(torch.equal(a, b) for a, b in zip(plain, others, strict=True))
-
-
-def test_memory_for_states_is_reserved_until_the_first_step() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    held: list[weakref.ref[Tensor]] = []
-    optimizer.register_step_post_hook(
-        lambda *_: held.extend(weakref.ref(own["exp_avg"]) for own in optimizer.state.values())
-    )
-    make_states(optimizer, 8, model)
-    assert len(held) == 2
-    assert all(one() is not None for one in held)
-    optimizer.step()
-    assert all(one() is None for one in held[:2])
-
-
-def test_states_that_do_not_fit_are_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = make_dense_optimizer(model, TrainConfig())
-
-    def step(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(optimizer, "step", step)
-    with refused(r"2.00 GiB(?s:.)*before the first step.*train.optimizer=sgd"):
-        make_states(optimizer, 8, model)
 
 
 @pytest.mark.parametrize("mode", MODES)

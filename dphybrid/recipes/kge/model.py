@@ -128,6 +128,8 @@ class TripleModel(nn.Module):
     """Trains against shared negatives. In evaluation it ranks each answer among all entities without the
     other known answers ("filtered")."""
 
+    whole = ("negatives_K",)
+
     def __init__(
         self, entities: HostEmbedding, region: DataParallel, kind: str, one_vs_all: bool = False
     ) -> None:

@@ -192,6 +192,8 @@ class HistoryModel(nn.Module):
         sizes: Kind and sizes of the network.
     """
 
+    whole = ("candidates_CF", "weight_C")
+
     def __init__(
         self,
         inputs: HostEmbeddingCollection,
