@@ -15,11 +15,11 @@ from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import ExperimentCommand
 from dphybrid.cli.parser import run_cli
-from dphybrid.cli.train import flow_parser
+from dphybrid.cli.train import flow_command
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, retrained_model
-from dphybrid.lifecycle.retrain import Plan, plan_retraining, reason_to_wait, retraining
+from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge
+from dphybrid.lifecycle.retrain import Plan, plan_retraining, reason_to_wait, retrained_model, retraining
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, giving_back, shown_waiting, too_late
@@ -30,6 +30,7 @@ from dphybrid.run.folder import FLOW_RUN_TAG, find_tagged_run, read_run
 from dphybrid.run.train import prepare_data
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.text import metric_text
 
 
 @flow(name="retrain-hybrid", log_prints=True)
@@ -122,7 +123,7 @@ def _decided(model: str, decision: Decision) -> State:
     champion = f" version {decision.against}" if decision.against else ""
     text = f"the challenger of {model}{champion} is {decision.why}"
     rows = "".join(
-        f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n"
+        f"| {name} | {metric_text(value)} | {metric_text(decision.challenger[name])} |\n"
         for name, value in decision.champion.items()
     )
     table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sentence = "Continue to train a registered model when data has arrived; promote it if it is better."
 
     def run() -> int:
-        args = flow_parser("retrain_hybrid", sentence, _Flags).parse(given)
+        args = flow_command("retrain_hybrid", sentence, _Flags, given)
         config, _ = args.experiment()
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(

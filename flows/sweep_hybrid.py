@@ -5,45 +5,21 @@ The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Pref
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from prefect import flow, runtime, task
+from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.context import FlowRunContext
 from prefect.states import Completed, Failed
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, failures
-from dphybrid.lifecycle.sweep import Sweep, run_sweep
+from dphybrid.lifecycle.sweep import Sweep, failures, run_sweep
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG
-from dphybrid.run.train import Report
-
-
-def _should_retry(_task: Any, _run: Any, state: State) -> bool:
-    error = state.result(raise_on_failure=False)
-    return not (isinstance(error, CellFailed) and error.final)
-
-
-@task(
-    name="cell",
-    cache_policy=NO_CACHE,
-    task_run_name="{cell.name}",
-    retry_condition_fn=_should_retry,
-    retry_delay_seconds=1,
-)
-def _train_cell(cell: Cell, train: Callable[[], Report]) -> Report:
-    """Train one cell in its own process."""
-    context = TaskRunContext.get()
-    if context and context.task_run.run_count > 1:
-        print(f"{cell.name}: retrying", flush=True)
-    return train()
 
 
 @flow(name="sweep-hybrid", log_prints=True)
@@ -56,7 +32,6 @@ def sweep_hybrid(
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     sweep: str | None = None,
     at_once: int = 0,
-    retries: int = 1,
     trials: int = 0,
     prune: bool = True,
     config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
@@ -75,7 +50,6 @@ def sweep_hybrid(
         overrides: Single values that override all others, such as `model.hidden=64`.
         sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
         at_once: Trainings at the same time; 0: as many as there are free GPUs.
-        retries: How often a failed training is tried again.
         trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
         prune: End a search's training after an epoch in which it does worse than the median of the others.
         config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
@@ -87,28 +61,18 @@ def sweep_hybrid(
     with supervised() as stop:
         settings = load_settings()
         chosen = Sweep(sweep or _own_name(), experiment(given), grid, trials, prune)
-        as_task = _train_cell.with_options(retries=retries)
-
-        def wrap(train: Train) -> Train:
-            return lambda cell, enough: as_task(cell, lambda: train(cell, enough))
-
-        tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
+        folder = chosen.folder(settings)
         show_run(str(runtime.flow_run.id), chosen.name, [chosen.config.recipe], "")
-        results = run_sweep(chosen, settings, stop, at_once, tags, wrap)
+        tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
+        results = run_sweep(chosen, settings, stop, at_once, tags)
         stop.obey("with runs left; they continue when the sweep does")
-        return _reported(chosen, results)
-
-
-def _reported(sweep: Sweep, results: list[Result]) -> State:
-    folder = sweep.folder(load_settings())
-    with tolerating_outage(f"Prefect's artifact could not be written; the results are in {folder}"):
-        rows = [result.row for result in results]
-        create_table_artifact(rows, key="sweep", description=f"Sweep {sweep.name}")
-    if failed := failures(results):
-        texts = "\n".join(failed.values())
-        print(texts, flush=True)
-        return Failed(message=f"{len(failed)} of {len(results)} cells failed: {texts}")
-    return Completed(message=f"{len(results)} cells trained; dphybrid compare --sweep {sweep.name}")
+        with tolerating_outage(f"Prefect's artifact could not be written; the results are in {folder}"):
+            rows = [result.row for result in results]
+            create_table_artifact(rows, key="sweep", description=f"Sweep {chosen.name}")
+        if failed := failures(results):
+            texts = "\n".join(failed.values())
+            return Failed(message=f"{len(failed)} of {len(results)} runs failed: {texts}")
+        return Completed(message=f"{len(results)} runs trained; dphybrid compare --sweep {chosen.name}")
 
 
 def _own_name() -> str:

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
-from dphybrid.cli.train import flow_parser, keep_report
+from dphybrid.cli.train import flow_command, keep_report
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sentence = "Train a hybrid model as a Prefect flow, in this process."
 
     def run() -> int:
-        args = flow_parser("train_hybrid", sentence, RunCommand).parse(given)
+        args = flow_command("train_hybrid", sentence, RunCommand, given)
         config, _ = args.experiment()
         with in_this_process():
             done = train_hybrid.with_options(log_prints=False)(

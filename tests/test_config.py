@@ -8,8 +8,7 @@ import pytest
 from dphybrid.tutorials import Toy
 
 from dphybrid.cli.flags import ConfigCommand
-from dphybrid.cli.main import make_parser
-from dphybrid.cli.parser import Parser
+from dphybrid.cli.main import command_of
 from dphybrid.config import ModelConfig, flatten, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import Sweep
@@ -28,7 +27,7 @@ from tests.refusing import refused, refused_with
 
 
 def flags(*argv: str, recipe: str = "text") -> Values:
-    values: Values = Parser(lambda: ConfigCommand).parse(["--recipe", recipe, *argv]).values
+    values: Values = ConfigCommand.parse(["--recipe", recipe, *argv]).values
     return values
 
 
@@ -159,11 +158,11 @@ def test_lists_and_mappings_are_the_same_as_flag_override_grid_and_keyword(
     wanted = build_config({"recipe": recipe, "model": {field: value}})
     assert getattr(wanted.model, field) == value
     assert load_config(None, [f"recipe={recipe}", f"{name}={text}"]) == wanted
-    assert make_parser().parse(["train", "--recipe", recipe, f"--{name}", text]).given_config() == wanted
+    assert command_of(["train", "--recipe", recipe, f"--{name}", text]).given_config() == wanted
     printed = as_flags(given_flags(wanted))
-    assert make_parser().parse(["train", *shlex.split(printed)]).given_config() == wanted
+    assert command_of(["train", *shlex.split(printed)]).given_config() == wanted
     sweep = Sweep("s", build_config({"recipe": recipe, "devices": "cpu"}), {name: [value]})
-    assert getattr(sweep.cells(load_settings())[0].config.model, field) == value
+    assert getattr(sweep.config_of({name: value}, load_settings()).model, field) == value
 
 
 # Each value with its opposite: what makes it useless, what would make it count.

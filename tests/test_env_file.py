@@ -91,7 +91,6 @@ TOY = ["--recipe", "toy", "--devices", "cpu", "--train.epochs", "1", "--tracking
 MAKING = {
     "train": lambda: command("train", *TOY),
     "prepare": lambda: command("prepare", "--recipe", "toy"),
-    "check": lambda: command("check", "recipe", "toy"),
     "sweep": lambda: command("sweep", *TOY, "--sweep", "s", "--grid", '{"train.lr": [0.01]}'),
     "the registry": lambda: open_registry(load_settings()),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.main import make_parser
+from dphybrid.cli.main import command_of, overview
 from dphybrid.config import flatten
 from dphybrid.recipes.configs import build_config, given_values, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
@@ -28,7 +28,7 @@ def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(tmp_path
 
 
 def test_help_lists_the_recipes_with_their_sentences() -> None:
-    shown = " ".join(make_parser().format_help().split())
+    shown = " ".join(overview().split())
     for recipe in BUILT_IN:
         assert f"{recipe} {find_recipe(recipe).summary}" in shown
 
@@ -52,21 +52,8 @@ def test_a_list_of_odd_names_is_read_back_from_flags(names: tuple[str, ...]) -> 
 
 def test_printed_flags_are_read_back() -> None:
     given = {"data.path": "a b.csv", "data.label": "-y"}
-    read = make_parser().parse(["train", *shlex.split(as_flags(given))])
+    read = command_of(["train", *shlex.split(as_flags(given))])
     assert flatten(read.values) == given
-
-
-def test_check_shows_how_batches_are_split(data_dir: Path) -> None:
-    Path("clicks.csv").write_text("a,clicked\n" + "".join(f"{i % 7},{i % 2}\n" for i in range(100)))
-    table = ["--devices", "cpu*2", "--train.batch-size", "30", "--data.path", "clicks.csv"]
-    told = command("check", *table, "--data.label", "clicked")
-    assert "80 rows" in told
-    assert "15" in told
-    assert "no findings" in told
-    told = command(
-        "check", "--recipe", "toy", "--devices", "cpu*8", "--train.batch-size", "30", "--rows", "100"
-    )
-    assert "4,4,4,4,4,4,4,2" in told
 
 
 LABEL = "--data.label y"

@@ -85,7 +85,6 @@ def test_python_trains_predicts_and_lists_runs(light: dict[str, str]) -> None:
 
 NEEDING = {
     "compare one two": "mlflow",
-    "rollback clicks": "mlflow",
     "ui": "mlflow",
     "worker": "flows",
     "deploy": "flows",

@@ -10,7 +10,8 @@ from sklearn.metrics import roc_auc_score
 
 from dphybrid.cli.main import main
 from dphybrid.serving.load import load_model
-from tests.commands import command, run_with
+from examples.visits import write
+from tests.commands import run_with
 from tests.conftest import REPOSITORY, SHARED
 
 ADULT = SHARED / "data" / "adult" / "adult.data"
@@ -59,11 +60,8 @@ def test_what_a_page_trains_reaches_its_metric(
 
 
 def write_visits(num_rows: int, num_new: int) -> list[bool]:
-    """Write the files of `dphybrid new data visits.csv` with fewer rows; return the hidden answers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dphybrid.cli.new._ROWS", num_rows)
-        patch.setattr("dphybrid.cli.new._NEW_ROWS", num_new)
-        assert main(["new", "data", "visits.csv"]) == 0
+    """Write the files of examples/visits.py with fewer rows; return the hidden answers."""
+    write(num_rows, num_new)
     return (pl.read_csv("visits-answers.csv")["clicked"] == "yes").to_list()
 
 
@@ -79,18 +77,18 @@ def commands(deployed: bool) -> list[str]:
 def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = {}
     for program, *argv in map(shlex.split, commands(deployed=False)):
-        assert program == "dphybrid"
-        if argv[0] == "new":
+        if program == "python":
+            assert argv == ["../dphybrid/examples/visits.py"]
             answers = write_visits(1500, 300)
         else:
+            assert program == "dphybrid"
             assert main(argv) == 0, (argv, capsys.readouterr().err)
         told[argv[0]] = capsys.readouterr().out
-    assert list(told) == ["new", "prepare", "check", "train", "compare", "predict", "evaluate"]
+    assert list(told)[1:] == ["prepare", "train", "compare", "predict", "evaluate"]
     assert re.search(r"tags +bag", told["train"])
     assert re.search(r"price +numeric", told["train"])
     assert "Reusing prepared data" in told["train"]
     assert re.search(r"^Test: +auc 0\.\d+", told["train"], flags=re.MULTILINE)
-    assert re.search(r"1,200 rows", told["check"])
     assert {"first", "deep"} <= set(re.findall(r"\w+", told["compare"]))
     assert "dcn" in told["compare"]
     scored = pl.read_csv("predictions.csv")
@@ -99,24 +97,3 @@ def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.Captur
     assert auc > 0.55  # of 1,500 rows
     assert f"auc               {auc:.4f}" in told["evaluate"]
     assert Path("schema.toml").read_text().count("role") >= 5
-
-
-def test_made_up_visits_have_what_real_tables_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    command("new", "data", "visits.csv")
-    rows, new, answers = (pl.read_csv(f"visits{part}.csv") for part in ("", "-new", "-answers"))
-    assert (len(rows), len(new), len(answers)) == (20_000, 2_000, 2_000)
-    assert answers.drop("clicked").equals(new)
-    assert 0.2 < (rows["clicked"] == "yes").mean() < 0.3
-    assert rows["time"].max() <= new["time"].min()
-    assert rows["user"].n_unique() > 1000
-    for name in ("city", "device", "tags", "price", "note"):
-        assert 0.01 < rows[name].is_null().mean() < 0.6
-    assert rows["price"].drop_nulls().str.starts_with("$").all()
-    first = Path("visits.csv").read_bytes()
-    assert "visits.csv exists and stays as it is" in command("new", "data", "visits.csv", ends=2)
-    command("new", "data", "again.csv")
-    assert Path("again.csv").read_bytes() == first
-    command("new", "data", "other.csv", "--seed", "1")
-    assert Path("other.csv").read_bytes() != first
-    assert "name it visits.csv" in command("new", "data", "visits", ends=2)

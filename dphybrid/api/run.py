@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.text import metric_text
 
 if TYPE_CHECKING:  # a list of runs needs no torch
     import polars as pl
@@ -176,7 +177,7 @@ class TrainedRun:
         return {"folder": self.folder, "_settings": settings, "_run": replace(self._run, settings=settings)}
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+        shown = ", ".join(f"{name} {metric_text(value)}" for name, value in self.metrics.items())
         return f"<run {self.name}: {shown or self.status}>"
 
     def _repr_html_(self) -> str:

@@ -9,9 +9,8 @@ examples:
 from typing import ClassVar
 
 from pydantic import Field
-from pydantic_settings import CliPositionalArg
 
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 
@@ -24,7 +23,7 @@ class Flags(Command):
         "sweep": "ID",
         "group_by": "NAME",
     }
-    runs: CliPositionalArg[list[str]] = Field(default=[], alias="RUN")
+    runs: Positional[list[str]] = Field(default=[], alias="RUN")
     """MLflow ids or names of runs."""
     experiment: str | None = None
     """Experiment of the runs; without RUN: its newest 24 finished runs."""

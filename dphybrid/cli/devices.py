@@ -9,7 +9,6 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import GIB, Gpu, Inventory, busy_reason, describe_process, visible, why_cpu
 from dphybrid.gpus.leases import ask_for, find_holder, lease_folder
 from dphybrid.util.errors import UserError
-from dphybrid.util.terminal import unescaped_output
 from dphybrid.util.text import printable
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def _plain_console() -> "Console":
     style, and end with an error at `[/]`."""
     from rich.console import Console
 
-    return Console(file=unescaped_output(), markup=False, emoji=False)
+    return Console(markup=False, emoji=False)
 
 
 def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from pydantic import BaseModel, Field
-from pydantic_settings import CliPositionalArg
 
 from dphybrid.cli.flags import check_data_path
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, write_text
@@ -34,7 +33,7 @@ class Flags(Command):
     """The flags of `evaluate`."""
 
     shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "out": "FILE"}
-    model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
+    model: Positional[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
     data: _Rows
     out: Path | None = None

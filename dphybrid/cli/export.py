@@ -12,9 +12,8 @@ import shlex
 import shutil
 
 from pydantic import Field
-from pydantic_settings import CliPositionalArg
 
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path, making
@@ -23,9 +22,9 @@ from dphybrid.util.files import check_target, given_path, making
 class Flags(Command):
     """The flags of `export`."""
 
-    model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
+    model: Positional[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
-    folder: CliPositionalArg[str] = Field(alias="FOLDER")
+    folder: Positional[str] = Field(alias="FOLDER")
     """New folder for the model."""
 
     def run(self) -> int:

@@ -1,109 +1,114 @@
 """Commands that take an experiment: a flag for each field of the recipe's config, and those of a run."""
 
-import argparse
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import ConfigDict
+from pydantic.fields import FieldInfo
 
-from dphybrid.cli.parser import Command, Parser, recipes_text
+from dphybrid.cli.parser import Command, as_flag, kinds_of, leaves
 from dphybrid.config import ExperimentConfig, merge, nest
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.recipes.configs import Values, explain_unknown, load_config, read_config_file
-from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe
+from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path, no_such_file
-from dphybrid.util.text import split_items
+from dphybrid.util.text import as_flags
 
 _FIRST = (
-    *("--recipe", "--data.path", "--data.label", "--devices", "--train.epochs", "--train.batch-size"),
-    *("--train.lr", "--run-name", "--resume", "--config"),
+    *("recipe", "data.path", "data.label", "devices", "train.epochs", "train.batch_size", "train.lr"),
+    *("run_name", "resume", "config"),
 )
-"""The flags that people set, which the help lists first."""
+"""The fields that people set, which the help lists first."""
 
 
-def recipe_of(argv: Sequence[str]) -> str:
-    """Return the recipe that a command line selects, which decides the flags to offer. Mistakes are ignored
-    here: `load_config` reports them."""
-    # The flags on which the recipe depends are parsed first, without all others.
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--recipe", "--config", "--data.path", "--data.label"):
-        first.add_argument(flag, default=argparse.SUPPRESS)
-    first.add_argument("--resume", nargs="?", default=None)
-    first.add_argument("words", nargs="*")
+def recipes_text() -> str:
+    """Return the list of recipes for the help page, each with its summary."""
+    rows = []
+    for name in recipe_names():
+        try:
+            summary = find_recipe(name).summary
+        except UserError as error:  # announced by an installed package that cannot be imported
+            summary = f"cannot be used: {error}"
+        rows.append(textwrap.fill(f"  {name:<10} {summary}", 100, subsequent_indent=" " * 13))
+    title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
+    return "\n".join([title, *rows])
+
+
+def recipe_of(words: Sequence[str]) -> str:
+    """Return the recipe that a command line selects. Ignores mistakes: `load_config` reports them."""
+    pairs = [f"{word}={after}".split("=")[:2] for word, after in zip(words, [*words[1:], ""], strict=True)]
+    given = {flag: text for flag, text in pairs if flag.startswith("--")}
+    asks_help = "-h" in words or "--help" in words
     try:
-        given = vars(first.parse_known_args(list(argv))[0])
-        file, resume, words = given.pop("config", None), given.pop("resume"), given.pop("words")
-        if words[:1] == ["recipe"]:  # dphybrid check recipe NAME
-            given["recipe"] = "".join(words[1:2])
-        values = merge(read_config_file(file) if file else {}, nest(given))
-        if "recipe" not in values and (resumed := _recipe_of_run(resume)):
-            values["recipe"] = resumed
-        if "recipe" not in values and _asks_help(argv):  # most readers of the help have a table
-            values["recipe"] = OF_TABLES
+        values = read_config_file(given["--config"]) if "--config" in given else {}
+        chosen = {n: given[f"--{n}"] for n in ("recipe", "data.path", "data.label") if f"--{n}" in given}
+        values = merge(values, nest(chosen))
+        if values.get("recipe") is None and "--resume" in given:
+            return find_recipe(named_run(load_settings(), given["--resume"], "").config.recipe).key
+        if values.get("recipe") is None and asks_help:  # most readers of the help have a table
+            return OF_TABLES
         return find_recipe(choose_recipe(values)).key
     # TypeError: a file may set `recipe` to a list, which `find_recipe`'s cache cannot hash.
-    except (argparse.ArgumentError, UserError, OSError, TypeError):
+    except (UserError, OSError, TypeError):
         return DEFAULT
-
-
-def _asks_help(argv: Sequence[str]) -> bool:
-    return "-h" in argv or "--help" in argv
-
-
-def _recipe_of_run(name: str | None) -> str | None:
-    """Return the recipe of the run to resume, or None when `name` is no run."""
-    try:
-        return named_run(load_settings(), name, "").config.recipe if name else None
-    except UserError:
-        return None
 
 
 class ConfigCommand(Command):
     """A command that takes an experiment: `--config FILE`, and a flag for each field of the config."""
 
-    # Whatever is no field here is a value of the experiment.
+    # Whatever is no field here is a value of the experiment, in the text form of a flow's overrides.
     model_config = ConfigDict(extra="allow", defer_build=True)
+    shown_as: ClassVar = {"recipe": "NAME"}
     config: Path | None = None
     """TOML (or JSON) file with the values to set; flags override it."""
-    _recipe: str = PrivateAttr(DEFAULT)
 
     @classmethod
-    def add_to(cls, parser: Parser, argv: Sequence[str]) -> None:
-        recipe = recipe_of(argv)
-        first = parser.add_argument_group("most used")
-        super().add_to(parser, argv)
-        parser.add_fields(find_recipe(recipe).config_class, cli_implicit_flags=False)
-        parser.set_defaults(recipe_of_flags=recipe)
-        flags = parser.flags
-        for name in _FIRST:
-            if name in flags:
-                parser.move(flags[name], first)
-        parser.put_first(first)
-        if _asks_help(argv):
-            parser.description = (
-                f"{parser.description}\n\n{recipes_text()}\n\nThe flags below are {recipe}'s."
-            )
-        flags["--recipe"].metavar = "NAME"
-        flags[
-            "--recipe"
-        ].help = "One of these recipes, or your own as package.module:NAME (default: by the data)."
+    def check_other(cls, flag: str, words: Sequence[str]) -> None:
+        # `load_config` checks the others, by the class of their recipe.
+        if "." in flag or flag[2:].replace("-", "_") in dict(leaves(ExperimentConfig)):
+            return
+        recipe = recipe_of(words)
+        known = [*map(as_flag, dict(leaves(cls))), *map(as_flag, field_types(recipe))]
+        raise UserError(f"{flag}: {explain_unknown(flag, recipe, known)}")
 
     @classmethod
-    def given(cls, values: dict[str, Any]) -> "ConfigCommand":
-        recipe = values.pop("recipe_of_flags")
-        # A flag that was given several times is a list of its texts.
-        texts = {n: _items(v) if isinstance(v, list) and "." in n else v for n, v in values.items()}
-        command = cls.model_validate(nest(texts))
-        command._recipe = recipe
-        return command
+    def one_text(cls, name: str, texts: Sequence[str], words: Sequence[str]) -> str:
+        # A list may be given in several flags.
+        if len(texts) > 1 and _is_list(name, words):
+            return ",".join(texts)
+        return texts[-1]
 
     @classmethod
-    def unknown(cls, flag: str, known: Sequence[str]) -> str:
-        return f"{flag}: {explain_unknown(flag, DEFAULT, known)}"
+    def unexpected(cls, loose: Sequence[str], words: Sequence[str]) -> str:
+        word = loose[0]
+        before = words[: words.index(word)]
+        named = [number for number, text in enumerate(before) if text.startswith("--")]
+        flag, *items = before[named[-1] :] if named else [""]
+        name = flag[2:].replace("-", "_")
+        if items and _is_list(name, words):
+            return f"unexpected {word!r}; write {as_flags({name: [*items, *loose]})}"
+        meant = "config" if word.endswith(".toml") else "data.path"
+        meant = "recipe" if word in recipe_names() else meant
+        return f"unexpected {' '.join(loose)!r}; write {as_flags({meant: word})}"
+
+    @classmethod
+    def help_page(cls, program: str, doc: str, words: Sequence[str]) -> str:
+        recipe = recipe_of(words)
+        own, values = dict(leaves(cls)), field_types(recipe)
+        of_recipe = "One of these recipes, or your own as package.module:NAME (default: by the data)."
+        every = own | values | {"recipe": FieldInfo(annotation=str, default=None, description=of_recipe)}
+        groups = {"most used": {name: every[name] for name in _FIRST if name in every}}
+        groups["options"] = {name: field for name, field in own.items() if name not in _FIRST}
+        for name, field in values.items():
+            if name not in _FIRST:
+                groups.setdefault(name.rpartition(".")[0] or "options", {})[name] = field
+        intro = f"{recipes_text()}\n\nThe flags below are {recipe}'s."
+        return cls.page_of_flags(program, doc, groups, intro)
 
     @property
     def values(self) -> Values:
@@ -132,15 +137,15 @@ def check_data(config: ExperimentConfig) -> None:
             recipe.source(config.data, config.train.seed)
 
 
-def _items(texts: Sequence[str]) -> list[str] | str:
-    """Return the items of a list's flag. One text is left to the field, which splits it."""
-    return texts[0] if len(texts) == 1 else [item for text in texts for item in split_items(text)]
+def _is_list(name: str, words: Sequence[str]) -> bool:
+    field = field_types(recipe_of(words)).get(name)
+    return field is not None and tuple in kinds_of(field)
 
 
 class ExperimentCommand(ConfigCommand):
     """A command that trains, perhaps several runs."""
 
-    shown_as: ClassVar[dict[str, str]] = {"tracking": "URI"}
+    shown_as: ClassVar = {**ConfigCommand.shown_as, "tracking": "URI"}
     tracking: str | None = None
     """MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)."""
 
@@ -155,23 +160,18 @@ class ExperimentCommand(ConfigCommand):
 class RunCommand(ExperimentCommand):
     """A command that trains one run."""
 
-    shown_as: ClassVar[dict[str, str]] = {
+    shown_as: ClassVar = {
         **ExperimentCommand.shown_as,
         "resume": "RUN",
         "run_name": "NAME",
     }
+    alone: ClassVar = {"resume": "latest"}
     resume: str | None = None
     """Continue a run (name or MLflow id) with its values; without RUN: the recipe's newest."""
     run_name: str | None = None
     """Name of the run and its folder (default: made of recipe, devices and time)."""
     report: Path | None = None
     """Write the run's report: as a page if FILE ends in .html, else as JSON."""
-
-    @classmethod
-    def add_to(cls, parser: Parser, argv: Sequence[str]) -> None:
-        super().add_to(parser, argv)
-        (resume,) = (action for action in parser.actions if action.dest == "resume")
-        resume.nargs, resume.const = "?", "latest"
 
     def experiment(self) -> tuple[ExperimentConfig, Settings]:
         """Return config and settings; replace `resume` by the name of its run. Raises UserError."""
@@ -182,7 +182,8 @@ class RunCommand(ExperimentCommand):
         if self.tracking is not None:
             os.environ["DPHYBRID_TRACKING_URI"] = self.tracking
         settings = load_settings()
-        run = named_run(settings, self.resume, self._recipe)
+        values = merge(read_config_file(self.config) if self.config else {}, self.values)
+        run = named_run(settings, self.resume, choose_recipe(values))
         self.resume = run.folder.name
         return self.data_config(run.config), settings
 

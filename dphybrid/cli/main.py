@@ -1,20 +1,21 @@
 """The command `dphybrid`. Each subcommand is the module of this package that has its name."""
 
-import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pkgutil import get_data
+from typing import Any
 
-from dphybrid.cli.parser import Command, Parser, page_of, recipes_text, run_cli
+from dphybrid.cli.flags import recipes_text
+from dphybrid.cli.parser import Command, parsed, run_cli
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = {
     "data": ["prepare"],
-    "train": ["train", "sweep", "check", "new"],
-    "use": ["runs", "compare", "ui", "evaluate", "predict", "export", "rollback"],
+    "train": ["train", "sweep", "new"],
+    "use": ["runs", "compare", "ui", "evaluate", "predict", "export"],
     "operate": ["devices", "doctor", "sync", "worker", "deploy"],
 }
 """Group -> the subcommands' modules, in the order of the help.
@@ -24,31 +25,33 @@ flags. Its class `Flags` is a `Command`.
 """
 
 
-def make_parser() -> Parser:
-    """Return the parser of the whole command."""
-    parser = Parser(prog="dphybrid", usage="dphybrid COMMAND ...", epilog=recipes_text())
-    parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
-    commands = parser.add_subparsers(
-        dest="name", required=True, metavar="COMMAND", parser_class=Parser, help=argparse.SUPPRESS
-    )
-    listed = [
+def command_of(words: Sequence[str]) -> Command:
+    """Return the command that a command line gives. Raises UserError, and SystemExit after a help page."""
+    name, *rest = words
+    names = [name for group in COMMANDS.values() for name in group]
+    if name in ("-h", "--help", "--version"):
+        print(f"dphybrid {version('dphybrid')}" if name == "--version" else overview())
+        raise SystemExit(0)
+    if name not in names:
+        what = "flag" if name.startswith("-") else "command"
+        raise UserError(f"{name!r}: there is no such {what}{suggestion(name, names)}\nSee `dphybrid --help`.")
+    flags = import_module(f"{__package__}.{name}").Flags
+    command: Command = parsed(flags, f"dphybrid {name}", _doc_of(name), rest)
+    return command
+
+
+def overview() -> str:
+    """Return the help page of `dphybrid`."""
+    lines = ["usage: dphybrid COMMAND ...", ""]
+    lines += [
         "Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record."
     ]
     for group, names in COMMANDS.items():
-        listed += ["", f"{group}:"]
+        lines += ["", f"{group}:"]
         for name in names:
-            sentence, page = page_of(_doc_of(name))
-            commands.add_parser(
-                name,
-                prog=f"dphybrid {name}",
-                load=partial(_flags_of, name),
-                help=sentence,
-                description=f"{sentence}.",
-                epilog=page,
-            )
-            listed.append(f"  {name:<10}{sentence[0].lower()}{sentence[1:]}")
-    parser.description = "\n".join(listed)
-    return parser
+            summary = " ".join(_doc_of(name).partition("\n\n")[0].split()).rstrip(".")
+            lines.append(f"  {name:<10}{summary[0].lower()}{summary[1:]}")
+    return "\n".join([*lines, "", recipes_text()])
 
 
 def _doc_of(name: str) -> str:
@@ -58,18 +61,14 @@ def _doc_of(name: str) -> str:
     return source.decode().split('"""')[1]
 
 
-def _flags_of(name: str) -> type[Command]:
-    flags: type[Command] = import_module(f"{__package__}.{name}").Flags
-    return flags
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
-    given = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
 
     def run() -> int:
         with kept_from_gc():  # parsing imports a user's recipe, and torch with it
-            command = make_parser().parse(given)
-        return command.run()
+            command: Any = command_of(words)
+        code: int = command.run()
+        return code
 
     return run_cli(run)

@@ -1,33 +1,24 @@
-"""Create a package for a recipe of your own, or a table to try things out.
+"""Create a package for a recipe of your own.
 
 examples:
-  %(prog)s data visits.csv
   %(prog)s recipe films
   cd films && dphybrid train --recipe films.recipe:Films
 
-data: 20,000 made-up visits with ids, dates, lists, money and missing values, to predict the column clicked;
-beside them visits-new.csv, later rows without it, and visits-answers.csv, the same rows with it.
-recipe: a package with reader, model, metrics and test. It can be trained at once, on generated ratings. After
+It is a package with reader, model, metrics and test. It can be trained at once, on generated ratings. After
 `pip install -e films`, use `--recipe films`.
 """
 
 import importlib.util
 import keyword
 import re
-import shlex
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-from pydantic_settings import CliPositionalArg
-
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.recipes.registry import recipe_names
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, given_path, making, write_text
+from dphybrid.util.files import making
 
-_ROWS, _NEW_ROWS = 20_000, 2_000
-"""Rows of the table, and of the later ones whose label is hidden."""
 _PACKAGE, _CLASS = "newrecipe", "NewRecipe"
 """The names of the sample's package and recipe class; the user's names replace them."""
 _FILES = {
@@ -42,39 +33,13 @@ _FILES = {
 class Flags(Command):
     """The flags of `new`."""
 
-    kind: CliPositionalArg[Literal["recipe", "data"]]
-    """What to create: recipe or data."""
-    name: CliPositionalArg[str]
-    """recipe: name of the package and the recipe, lower-case letters, digits, underscores. data: a file, such
-    as visits.csv."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """data: the same seed gives the same rows."""
+    kind: Positional[Literal["recipe"]]
+    """What to create: recipe."""
+    name: Positional[str]
+    """Name of the package and the recipe: lower-case letters, digits, underscores."""
 
     def run(self) -> int:
-        """Write the package into a new folder NAME, or the table."""
-        return self._data() if self.kind == "data" else self._recipe()
-
-    def _data(self) -> int:
-        file, what = given_path(self.name, "new data"), f"new data {self.name}"
-        if file.suffix != ".csv":
-            raise UserError(f"{what}: the table is a CSV file; name it {file.stem or 'visits'}.csv")
-        new, answers = (file.with_name(f"{file.stem}-{part}.csv") for part in ("new", "answers"))
-        for each in (file, new, answers):
-            if each.exists():
-                raise UserError(f"{what}: {each} exists and stays as it is; give another name")
-            check_target(each, what)
-        from dphybrid.data.table.visits import visits
-
-        rows = visits(_ROWS + _NEW_ROWS, self.seed)
-        later = rows.tail(_NEW_ROWS)
-        for each, frame in ((file, rows.head(_ROWS)), (new, later.drop("clicked")), (answers, later)):
-            write_text(each, frame.write_csv())
-        print(f"{file}: {_ROWS:,} made-up visits; clicked, yes or no, is to be predicted")
-        print(f"{new}: {_NEW_ROWS:,} later visits without clicked; {answers.name}: with it")
-        print(f"Next: dphybrid train --data.path {shlex.quote(str(file))} --data.label clicked")
-        return 0
-
-    def _recipe(self) -> int:
+        """Write the package into a new folder NAME."""
         name = self.name
         if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
             raise UserError(f"new recipe {name!r}: use lower-case letters, digits and _, as in film_club")

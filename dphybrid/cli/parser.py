@@ -1,227 +1,197 @@
-"""Commands as pydantic classes: `Command`, its flags on an argparse parser made by pydantic-settings, and how
-a command reports mistakes and interruptions."""
+"""Commands as pydantic classes, whose fields are their flags, and how a command reports mistakes and
+interruptions."""
 
-import argparse
 import atexit
 import errno
 import gc
 import os
-import re
 import signal
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
-from types import ModuleType
-from typing import Any, ClassVar, NoReturn, cast
+from types import ModuleType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticUndefined
-from pydantic_settings import BaseSettings, CliSettingsSource
+from pydantic.fields import FieldInfo
 
-from dphybrid.config import nest
+from dphybrid.config import fields_of, nest
 from dphybrid.config.settings import load_settings, notes_on_settings
-from dphybrid.recipes.registry import find_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_scratch, disk_text
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.terminal import guarded_output, tell
-from dphybrid.util.text import as_flags, masked, printable
+from dphybrid.util.text import flag_text, masked
 
-_MANY_FLAGS = 30
-"""With more flags than this the usage line does not list them: it would take forty lines."""
-_METAVARS = {
-    "int": "N",
-    "float": "X",
-    "bool": "true|false",
-    "str": "TEXT",
-    "Path": "FILE",
-    "tuple[str,...]": "A,B",
-    "list[str]": "TEXT",
-}
-"""pydantic-settings' placeholder of a value -> the one that is shown."""
+T = TypeVar("T")
+Positional = Annotated[T, "positional"]
+"""Type of a field that is given by its position. A list takes all remaining words."""
+Fields = Mapping[str, FieldInfo]
+_PLACEHOLDERS = {int: "N", float: "X", bool: "true|false", Path: "FILE", tuple: "A,B", dict: "JSON"}
 
 
 class Command(BaseModel):
     """The flags of a command: each field is one (`at_once` is `--at-once`), its docstring is the flag's help.
+    A field of a section is `--section.field`.
 
-    A command of `dphybrid` also has `run`, which does the work and returns the exit code; it makes the slow
+    A command of `dphybrid` also has `run`, which does the work and returns the exit code. It makes the slow
     imports, too, which `--help` and wrong flags must not wait for.
     """
 
     # defer_build: only the class of the command that runs needs a validator.
-    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
-    shown_as: ClassVar[dict[str, str]] = {}
+    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True, populate_by_name=True)
+    shown_as: ClassVar[Mapping[str, str]] = {}
     """Field -> placeholder of its value in the help."""
+    alone: ClassVar[Mapping[str, str]] = {}
+    """Field whose flag may stand without a value -> the value that it then has."""
 
     @classmethod
-    def add_to(cls, parser: "Parser", argv: Sequence[str]) -> None:
-        """Add the flags to a parser. argv: what it is going to parse."""
-        parser.add_fields(cls, cli_implicit_flags="toggle", cli_enforce_required=True)
-
-    @classmethod
-    def given(cls, values: dict[str, Any]) -> "Command":
-        """Return the command with the values of its flags, by name. Raises ValidationError."""
-        return cls.model_validate(nest(values))
-
-    @classmethod
-    def unknown(cls, flag: str, known: Sequence[str]) -> str:
-        """Return the message for a flag that the command does not have."""
-        return f"{flag}: there is no such flag{suggestion(flag, known)}"
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for a `Command`, whose errors are one message that suggests what was meant.
-
-    load: returns the command's class. Flags are added while a command line is parsed, because `--recipe`
-    decides which flags exist. The parsed namespace holds the command under `command`.
-    """
-
-    def __init__(self, load: Callable[[], type[Command]] | None = None, **options: Any) -> None:
-        # No abbreviated flags: the next new field could make one ambiguous, or change what it means.
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
-        self.command: type[Command] | None = None
-        self._load = load
-
-    def fill(self, argv: Sequence[str] = ()) -> None:
-        """Add the command's flags, unless that was done."""
-        if self._load is not None and self.command is None:
-            self.command = self._load()
-            self.command.add_to(self, argv)
-
-    def add_fields(self, model: type[BaseModel], **options: Any) -> None:
-        """Add a flag for each field of a class, as pydantic-settings makes them; fields of a section are
-        `--section.field`."""
-        before = len(self._actions)
-        CliSettingsSource(
-            cast("type[BaseSettings]", model),  # pydantic-settings reads any model's fields
-            root_parser=self,
-            cli_avoid_json=True,
-            cli_kebab_case=True,
-            cli_hide_none_type=True,
-            cli_parse_none_str="none",
-            **options,
-        )
-        shown_as = model.shown_as if issubclass(model, Command) else {}
-        for action in self._actions[before:]:
-            if action.const == "{}":  # `--train JSON` for a whole section; only its fields are flags
-                vars(action)["container"]._remove_action(action)
-                for flag in action.option_strings:
-                    del self._option_string_actions[flag]
+    def parse(cls, words: Sequence[str]) -> Self:
+        """Return the command that the words after its name give. Raises UserError."""
+        fields, waiting = dict(leaves(cls)), [*words]
+        texts, loose = dict[str, list[str]](), list[str]()
+        while waiting:
+            word = waiting.pop(0)
+            # A single dash begins a negative number, or a mistake.
+            if (not word.startswith("--") and not word[1:2].isalpha()) or word[:1] != "-":
+                loose.append(word)
                 continue
-            metavar = str(action.metavar)
-            action.metavar = shown_as.get(action.dest, _METAVARS.get(metavar, metavar))
-            # Only values that somebody would write.
-            action.help = re.sub(r" \(default: (none|None|False|\[\]|\(\))\)$", "", str(action.help))
+            flag, equals, text = word.partition("=")
+            name = flag.removeprefix("--").replace("-", "_")
+            if name not in fields:
+                cls.check_other(flag, words)
+            following = waiting[0] if waiting else "--"
+            if equals:
+                pass
+            elif name in fields and bool in kinds_of(fields[name]):
+                text = "true"
+            elif name in cls.alone and following.startswith("-"):
+                text = cls.alone[name]
+            elif following.startswith("--"):
+                raise UserError(f"{flag}: needs a value, as in {flag} VALUE")
+            else:
+                text = waiting.pop(0)
+            texts.setdefault(name, []).append(text)
+        values: dict[str, object] = {}
+        for name, given in texts.items():
+            is_list = name in fields and list in kinds_of(fields[name])
+            values[name] = given if is_list else cls.one_text(name, given, words)
+        for name in [name for name, field in fields.items() if _is_positional(field)] if loose else ():
+            takes_all = list in kinds_of(fields[name])
+            values[name], loose = (loose, []) if takes_all else (loose[0], loose[1:])
+            if not loose:
+                break
+        if loose:
+            raise UserError(cls.unexpected(loose, words))
+        return cls._checked(values, fields)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        argv = list(args or ())
-        self.fill(argv)
-        found, unknown = super().parse_known_args(argv, namespace)
-        if unknown:
-            self._refuse(unknown, argv)
-        if self.command is not None:
-            values = {n: v for n, v in vars(found).items() if v is not PydanticUndefined and n != "command"}
-            try:
-                found.command = self.command.given(values)
-            except ValidationError as error:
-                self.error("\n".join(map(self._explain, error.errors())))
-        return found, []
-
-    @property
-    def actions(self) -> list[argparse.Action]:
-        """All flags and positional arguments of this command."""
-        return list(self._actions)
-
-    @property
-    def flags(self) -> dict[str, argparse.Action]:
-        """The flags, by name: `--train.lr`."""
-        return dict(self._option_string_actions)
-
-    def move(self, action: argparse.Action, group: Any) -> None:
-        """List an action in another group of the help. argparse has no way to do so."""
-        vars(action)["container"]._group_actions.remove(action)
-        vars(action)["container"] = group
-        group._group_actions.append(action)
-
-    def put_first(self, group: Any) -> None:
-        """List a group of the help before all others."""
-        self._action_groups.remove(group)
-        self._action_groups.insert(0, group)
-
-    def parse(self, argv: Sequence[str]) -> Any:
-        """Return the command that a command line gives. Exits with a message for a wrong one."""
-        return self.parse_args(argv).command
-
-    def _explain(self, item: Any) -> str:
-        name = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
-        known = {action.dest: action for action in self._actions}
-        action = known.get(name)
-        flag = action.option_strings[-1] if action and action.option_strings else name.upper()
-        return f"{flag} {item['input']!r}: {plain_words(item)}"
-
-    def format_help(self) -> str:
-        if self.usage is None and len(self._option_string_actions) > _MANY_FLAGS:
-            positional = "".join(f" [{one.metavar or one.dest}]" for one in self._get_positional_actions())
-            self.usage = f"%(prog)s [--NAME VALUE ...]{positional}"
-        return super().format_help()
-
-    def _refuse(self, unknown: Sequence[str], argv: Sequence[str]) -> NoReturn:
-        """Exit with an error about arguments that this command does not have."""
-        flags, known = [text for text in unknown if text.startswith("-")], list(self._option_string_actions)
-        if flags and self.command is not None:
-            self.error(self.command.unknown(flags[0].partition("=")[0], known))
-        if flags:
-            self.error(f"{flags[0]}: there is no such flag{suggestion(flags[0], known)}")
-        # A value without its flag: one more item of a list, or guess the flag.
-        before = argv[: argv.index(unknown[0])]
-        named = [number for number, word in enumerate(before) if word.startswith("--")]
-        flag, *items = before[named[-1] :] if named else [""]
-        action = self._option_string_actions.get(flag)
-        if action is not None and action.metavar == _METAVARS["tuple[str,...]"]:
-            self.error(f"unexpected {unknown[0]!r}; write {as_flags({flag[2:]: [*items, *unknown]})}")
-        file = "--config" if unknown[0].endswith(".toml") else "--data.path"
-        meant = ["--recipe"] * (unknown[0] in recipe_names()) + [file, "--run-name"]
-        hint = next((f"; write {as_flags({name[2:]: unknown[0]})}" for name in meant if name in known), "")
-        self.error(f"unexpected {' '.join(unknown)!r}{hint}")
-
-    def _check_value(self, action: argparse.Action, value: str) -> None:
-        """Replaces argparse's check of choices, whose message suggests nothing."""
-        known = None if action.choices is None else [str(choice) for choice in action.choices]
-        if known is None or value in known:
-            return
-        if action.option_strings:
-            self.error(f"{action.option_strings[0]} {value!r}: use {' or '.join(known)}")
-        self.error(f"{value!r}: there is no such command{suggestion(value, known)}")
-
-    def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (\S+): ", r"\1: ", message)
-        # No usage, unlike argparse: it lists all flags, and the error would scroll off the screen.
-        self.exit(2, f"error: {printable(message)}\nSee `{self.prog} --help`.\n")
-
-
-def recipes_text() -> str:
-    """Return the list of recipes for the help page, each with its summary."""
-    names = recipe_names()
-    wide = max(map(len, names)) + 2
-    lines = []
-    for name in names:
+    @classmethod
+    def _checked(cls, values: dict[str, object], fields: Fields) -> Self:
         try:
-            summary = find_recipe(name).summary
-        except UserError as error:  # announced by an installed package that cannot be imported
-            summary = f"cannot be used: {error}"
-        first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
-        lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
-    title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
-    return "\n".join([title, *lines])
+            return cls.model_validate(nest(values))
+        except ValidationError as error:
+            lines, lacking = list[str](), list[str]()
+            for item in error.errors():
+                name = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+                name = next((own for own, field in fields.items() if name in (own, field.alias)), name)
+                shown = name.upper() if name not in fields else _shown_name(name, fields[name])
+                if item["type"] == "missing":
+                    within = [_shown_name(own, fields[own]) for own in fields if own.startswith(f"{name}.")]
+                    lacking += within or [shown]
+                else:
+                    lines.append(f"{shown} {item['input']!r}: {plain_words(item)}")
+            lines += [f"required: {', '.join(lacking)}"] if lacking else []
+            raise UserError("\n".join(lines)) from error
+
+    @classmethod
+    def one_text(cls, name: str, texts: Sequence[str], words: Sequence[str]) -> str:
+        """Return the value of a flag that was given by these texts: the last one."""
+        return texts[-1]
+
+    @classmethod
+    def check_other(cls, flag: str, words: Sequence[str]) -> None:
+        """Raise UserError for a flag that is no field of the command, unless it can be used all the same."""
+        known = [_shown_name(name, field) for name, field in leaves(cls) if not _is_positional(field)]
+        raise UserError(f"{flag}: there is no such flag{suggestion(flag, known)}")
+
+    @classmethod
+    def unexpected(cls, loose: Sequence[str], words: Sequence[str]) -> str:
+        """Return the message for words that are neither flags nor values. words: all of the command."""
+        return f"unexpected {' '.join(loose)!r}"
+
+    @classmethod
+    def help_page(cls, program: str, doc: str, words: Sequence[str]) -> str:
+        """Return the help page. doc: the summary and, below it, what is printed after the flags."""
+        return cls.page_of_flags(program, doc, {"options": dict(leaves(cls))})
+
+    @classmethod
+    def page_of_flags(cls, program: str, doc: str, groups: Mapping[str, Fields], intro: str = "") -> str:
+        """Return a help page that lists groups of fields. intro: text before them."""
+        summary, _, page = doc.strip().partition("\n\n")
+        parts = [f"usage: {program} ...", " ".join(summary.split()), intro]
+        for group, fields in groups.items():
+            rows = [_help_row(name, field, cls) for name, field in fields.items()]
+            parts.append("\n".join([f"{group}:", *rows]) if rows else "")
+        return "\n\n".join(filter(None, [*parts, page.replace("%(prog)s", program).replace("%%", "%")]))
 
 
-def page_of(doc: str) -> tuple[str, str]:
-    """Return a command's summary and the rest of its help page, from its module's docstring."""
-    sentence, _, page = doc.partition("\n\n")
-    return " ".join(sentence.split()).rstrip("."), page
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the fields of a class, those of its sections by dotted name."""
+    for name, field in fields_of(model).items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def kinds_of(field: FieldInfo) -> set[Any]:
+    """Return the types that a field may have, without their parameters."""
+    kind = field.annotation
+    forms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return {get_origin(form) or form for form in forms}
+
+
+def as_flag(name: str) -> str:
+    """Return the flag of a field: `--train.batch-size`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _is_positional(field: FieldInfo) -> bool:
+    return "positional" in field.metadata
+
+
+def _shown_name(name: str, field: FieldInfo) -> str:
+    return field.alias or name.upper() if _is_positional(field) else as_flag(name)
+
+
+def _help_row(name: str, field: FieldInfo, cls: type[Command]) -> str:
+    """Return the lines of a field in the help: flag, placeholder, sentence, default."""
+    choices = [f for f in (field.annotation, *get_args(field.annotation)) if get_origin(f) is Literal]
+    words = "|".join(map(str, get_args(choices[0]))) if choices else "TEXT"
+    value = next((_PLACEHOLDERS[kind] for kind in kinds_of(field) & {*_PLACEHOLDERS}), words)
+    value = cls.shown_as.get(name, value)
+    head = f"  {_shown_name(name, field)}"
+    is_switch = name in cls.model_fields and bool in kinds_of(field)
+    if not _is_positional(field) and not is_switch:
+        head += f" [{value}]" if name in cls.alone else f" {value}"
+    is_plain = field.is_required() or field.get_default() in (None, False, (), [], "")
+    text = f"{field.description}" + ("" if is_plain else f" (default: {flag_text(field.get_default())})")
+    body = textwrap.fill(" ".join(text.split()), 100, initial_indent=" " * 28, subsequent_indent=" " * 28)
+    return f"{head:<27} {body.lstrip()}" if len(head) < 28 else f"{head}\n{body}"
+
+
+def parsed(command: type[Command], program: str, doc: str, words: Sequence[str]) -> Any:
+    """Return the command that the words after a program's name give. Raises UserError, and SystemExit after a
+    help page."""
+    if {"-h", "--help"} & {*words}:
+        print(command.help_page(program, doc, words))
+        raise SystemExit(0)
+    try:
+        return command.parse(words)
+    except UserError as error:
+        raise UserError(f"{error}\nSee `{program} --help`.") from error
 
 
 def prefect_part(name: str) -> ModuleType:

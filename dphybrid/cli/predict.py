@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field, create_model
-from pydantic_settings import CliPositionalArg
 
 from dphybrid.cli.flags import check_data_path
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import READING_FIELDS, RowFiles
 from dphybrid.util.errors import UserError
@@ -48,7 +47,7 @@ class Flags(Command):
     """The flags of `predict`."""
 
     shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "keep": "COLUMN", "threshold": "P", "top": "K"}
-    model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
+    model: Positional[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
     data: _Data = _Data()
     out: Path | None = None
@@ -107,7 +106,6 @@ class Flags(Command):
         from dphybrid.recipes.registry import find_recipe
         from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
         from dphybrid.training.checkpoint import read_state
-        from dphybrid.util.terminal import data_output
 
         assert self.prompt is not None
         checkpoint = find_checkpoint(self.model, load_settings())
@@ -122,9 +120,7 @@ class Flags(Command):
             temperature=self.temperature,
             seed=self.seed,
         )
-        stream = data_output()
         for piece in (self.prompt, *pieces):
-            stream.write(piece)
-            stream.flush()
-        stream.write("\n")
+            print(piece, end="", flush=True)
+        print()
         return 0

@@ -12,16 +12,14 @@ from elsewhere are only read: they are not continued, sent or removed.
 
 remove prints what would go; with --yes it goes: the run's folder and records, its prepared data and frames,
 and its run and models in MLflow, where `mlflow gc` empties the trash. A run stays if it is running, if it
-waits in Prefect's queue, if its records wait, or if its model has an alias or is the one that `dphybrid
-rollback` returns to.
+waits in Prefect's queue, if its records wait, or if its model has an alias.
 """
 
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from pydantic_settings import CliPositionalArg
 
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.text import aligned
@@ -31,9 +29,9 @@ class Flags(Command):
     """The flags of `runs`."""
 
     shown_as: ClassVar[dict[str, str]] = {"older_than": "DAYS"}
-    action: CliPositionalArg[Literal["list", "show", "remove", "adopt"]] = "list"
+    action: Positional[Literal["list", "show", "remove", "adopt"]] = "list"
     """What to do with runs: list, show, remove or adopt."""
-    names: CliPositionalArg[list[str]] = Field(default=[], alias="RUN")
+    names: Positional[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = None
     """remove: all runs that began earlier than so many days ago."""
@@ -111,7 +109,7 @@ def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
     if sure:
         for line in remove(removal, settings):
             print(line, flush=True)
-        return 0
+        return 1 if any((settings.runs_dir / name).exists() for name in names) else 0
     for run in removal.runs:
         print(f"{run.folder.name}: would be removed")
     for path in removal.needless:

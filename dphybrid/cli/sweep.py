@@ -13,7 +13,6 @@ folder; `dphybrid compare --sweep NAME` compares the runs.
 import json
 import secrets
 import shlex
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from pydantic import Field
 from dphybrid.cli.flags import ExperimentCommand
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest, stop_signals
+from dphybrid.util.text import metric_text
 
 _EXAMPLE = """'{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'"""
 
@@ -48,16 +48,16 @@ class Flags(ExperimentCommand):
         grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
         name = _new_name() if self.sweep is None else self.sweep
-        from dphybrid.lifecycle.cells import failures, in_mlflow
-        from dphybrid.lifecycle.sweep import Sweep, run_sweep
+        from dphybrid.lifecycle.sweep import Sweep, failures, run_sweep
 
         sweep = Sweep(name, config, grid, self.trials or 0, not self.no_prune)
         with stop_signals(stop):
             results = run_sweep(sweep, settings, stop, self.at_once)
         for result in results:
-            print(_line(result.row, f"{settings.mlflow_uri}".startswith("http")))
+            facts = {n: metric_text(v) if isinstance(v, float) else v for n, v in result.row.items() if v}
+            print("  ".join(f"{name}={value}" for name, value in facts.items()))
         print(f"Study: {sweep.folder(settings) / 'study.journal'}")
-        if len(in_mlflow(results)) > 1:
+        if sum(result.report is not None for result in results) > 1:
             print(f"Compare: dphybrid compare --sweep {shlex.quote(name)}")
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
@@ -85,13 +85,3 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise ValueError(f"a name is repeated: {', '.join(name for name, _ in pairs)}")
     return values
-
-
-def _line(row: Mapping[str, object], served: bool) -> str:
-    """Return the line that reports one run. served: a server shows the run's page, so print its address."""
-    facts = {name: value for name, value in row.items() if name not in ("cell", "failed", "run")}
-    # In a row of the results, metrics are floats and the grid's values are strings.
-    metrics = ", ".join(f"{key} {value:.4f}" for key, value in facts.items() if isinstance(value, float))
-    values = ", ".join(f"{key}={value}" for key, value in facts.items() if not isinstance(value, float))
-    address = f"  {row['run']}" if served and row.get("run") else ""
-    return f"{row['cell']}  {values}: {row.get('failed') or metrics}{address}"

@@ -36,9 +36,10 @@ class Flags(Command):
             print(masked(line), flush=True)
             arrived.append(is_whole)
         if retrainings(settings):
-            from dphybrid.lifecycle.champion import Decision, decide_waiting  # imports torch
+            from dphybrid.lifecycle.champion import Decision  # imports torch
+            from dphybrid.lifecycle.retrain import decide_all_waiting
 
-            for run, decision in decide_waiting(settings):
+            for run, decision in decide_all_waiting(settings):
                 line = decision.text if isinstance(decision, Decision) else f"not decided: {decision}"
                 print(masked(f"{run.folder.name}: {line}"))
                 arrived.append(isinstance(decision, Decision))

@@ -13,20 +13,17 @@ Without --recipe, a label selects ctr, anything else text. A TOML file uses the 
 Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
-import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from dphybrid.cli.flags import RunCommand
-from dphybrid.cli.parser import Command, Parser, page_of
-from dphybrid.config import ExperimentConfig
-from dphybrid.config.settings import Settings, load_settings
+from dphybrid.cli.parser import Command, parsed
+from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import read_run
-from dphybrid.util.errors import UserError
-from dphybrid.util.files import remove_folder, write_text
+from dphybrid.util.files import write_text
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
 
@@ -34,11 +31,11 @@ if TYPE_CHECKING:
     from dphybrid.run.pages import Report
 
 
-def flow_parser(name: str, description: str, command: type[Command]) -> Parser:
-    """Return the parser of `python -m dphybrid.flows.NAME`, with the examples of `dphybrid train`."""
-    _, page = page_of(__doc__ or "")
-    program = f"python -m dphybrid.flows.{name}"
-    return Parser(lambda: command, prog=program, description=description, epilog=page)
+def flow_command(name: str, summary: str, command: type[Command], words: Sequence[str]) -> Any:
+    """Return the command that `python -m dphybrid.flows.NAME` and words give. Its help has the examples of
+    `dphybrid train`."""
+    page = (__doc__ or "").partition("\n\n")[2]
+    return parsed(command, f"python -m dphybrid.flows.{name}", f"{summary}\n\n{page}", words)
 
 
 def keep_report(report: "Report", file: Path | None) -> None:
@@ -69,43 +66,13 @@ class Flags(RunCommand):
     tag: list[Annotated[str, AfterValidator(_tag)]] = Field(default=[])
     """Tag for the MLflow run; may be repeated."""
 
-    fast_dev_run: bool = False
-    """Try everything out: train one batch, validate and report; record nothing, keep only the data."""
-
-    def experiment(self) -> tuple[ExperimentConfig, Settings]:
-        """Return config and settings. Raises UserError."""
-        if not self.fast_dev_run:
-            return super().experiment()
-        if self.resume is not None:
-            raise UserError(f"--fast-dev-run: keeps nothing, so it takes no --resume {self.resume}")
-        self.tracking = "none"
-        config, settings = super().experiment()
-        tried = {"epochs": 1, "overfit_batches": 1, "patience": 0}
-        return config.model_copy(update={"train": config.train.model_copy(update=tried)}), settings
-
     def run(self) -> int:
         """Train."""
         tags = dict(tag.split("=", 1) for tag in self.tag)
         config, settings = self.experiment()
         with kept_from_gc():
             from dphybrid.run.train import run_job
-
-        if self.fast_dev_run:
-            return self._try_everything(lambda name: run_job(config, settings, run_name=name), settings)
         report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
         print(report.text)
         keep_report(report, self.report)
-        return 0
-
-    @staticmethod
-    def _try_everything(train: Callable[[str], object], settings: Settings) -> int:
-        name = f"fast-dev-run-{secrets.token_hex(4)}"
-        try:
-            train(name)
-        finally:
-            if (settings.runs_dir / name).exists():
-                remove_folder(settings.runs_dir / name)
-        print(
-            "Everything works: a batch was trained, validation and report done. Only prepared data was kept"
-        )
         return 0

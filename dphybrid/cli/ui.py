@@ -20,9 +20,8 @@ import webbrowser
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import CliPositionalArg
 
-from dphybrid.cli.parser import Command
+from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import shown_address
@@ -33,7 +32,7 @@ _FIRST_PORT, _LAST_PORT = 5000, 5049
 class Flags(Command):
     """The flags of `ui`."""
 
-    run_name: CliPositionalArg[str | None] = Field(default=None, alias="RUN")
+    run_name: Positional[str | None] = Field(default=None, alias="RUN")
     """Name or MLflow id of a run (default: the runs of the recipe that was trained last)."""
     port: int | None = Field(default=None, ge=1)
     """Port of the server that is started (default: a free one from 5000 to 5049)."""

@@ -220,11 +220,6 @@ class Settings(BaseSettings):
     def mlflow_dir(self) -> Path:
         return self.data_dir / "mlflow"
 
-    @property
-    def champions_dir(self) -> Path:
-        """Folder of registered models' locks, and of the checkpoints that retrainings start from."""
-        return self.data_dir / "champions"
-
 
 def load_settings(**given: object) -> Settings:
     """Read the settings. given: values that override them. Raises UserError that names the wrong variable."""

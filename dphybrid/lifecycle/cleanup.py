@@ -1,9 +1,8 @@
 """What runs leave behind: list them, and remove runs with everything that nothing else needs: a run's folder,
-its records, its prepared data, the frames that it was trained on, the copy of a champion that it started
-from, and its run and models in MLflow.
+its records, its prepared data, the frames that it was trained on, and its run and models in MLflow.
 
 Runs stay while they are running, while records of them wait, and if a registered model's alias points to
-them, or a rollback would.
+them.
 """
 
 import sys
@@ -24,6 +23,7 @@ from dphybrid.tracking.record import RecordFile
 from dphybrid.util.alive import alive, holding
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path, remove_folder
+from dphybrid.util.text import metric_text
 
 _MOST_DAYS = 36_500
 _FRESH_S = 3600.0
@@ -64,7 +64,7 @@ def row_of(run: Run) -> dict[str, object]:
         page = run.folder / "report.json"
         metrics = Report.read(page).metrics if page.is_file() else {}
         name, value = next(iter(metrics.items()), ("", ""))
-        metric, status = f"{name} {value:.4f}" if name else "", run.status
+        metric, status = f"{name} {metric_text(value)}" if name else "", run.status
         size = round(size_of([run.folder]) / 2**20, 1)
     except (UserError, OSError) as error:
         print(f"Note: {run.folder.name}: {error}", file=sys.stderr, flush=True)
@@ -198,7 +198,7 @@ def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set
 def _own_paths(settings: Settings) -> set[Path]:
     """Return the prepared data, frames and copies of champions of the data folder: what dphybrid made itself,
     never the user's files."""
-    folders = (settings.prepared_dir, settings.frames_dir, settings.champions_dir)
+    folders = (settings.prepared_dir, settings.frames_dir)
     found = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     return {path for path in found if not path.name.startswith(".")}
 

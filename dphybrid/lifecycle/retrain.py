@@ -3,6 +3,7 @@ continues from the champion."""
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,16 +16,19 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import open_prepared, source_digest
 from dphybrid.lifecycle.champion import (
     NOT_COMPARED,
+    Decision,
+    decide_waiting,
     kept_checkpoint,
     open_registry,
     prepared_folder,
-    retrained_model,
 )
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
+from dphybrid.run.folder import Run, retrainings
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
+from dphybrid.util.files import make_folder
 from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import printable
@@ -58,7 +62,7 @@ def retraining(
     who: shown to those who wait. on_wait: called once with what is waited for. Raises Interrupted when `stop`
     was asked meanwhile.
     """
-    file = open_registry(settings).lock_file(model)
+    file = lock_file(model, settings)
     held = FileLock(file)
     told = False
     while not held.acquire():
@@ -72,6 +76,31 @@ def retraining(
         yield
     finally:
         held.release()
+
+
+def lock_file(model: str, settings: Settings) -> Path:
+    """Return the file whose lock keeps retrainings of a model apart."""
+    make_folder(settings.data_dir)
+    return settings.data_dir / f".{re.sub(r'[^A-Za-z0-9_-]', '_', model)[:200]}.retraining"
+
+
+def decide_all_waiting(settings: Settings) -> Iterator[tuple[Run, Decision | UserError]]:
+    """Decide about the waiting challengers of all models, as `decide_waiting` does. Leaves out models that
+    are being retrained: the retraining decides about them."""
+    for model in sorted({run.page.register_as for run in retrainings(settings)}):
+        held = FileLock(lock_file(model, settings))
+        if held.acquire():
+            try:
+                yield from decide_waiting(settings, model)
+            finally:
+                held.release()
+
+
+def retrained_model(config: ExperimentConfig) -> str:
+    """Return the name of the registered model that a config retrains. Raises UserError if there is none."""
+    if config.checkpoint.register_as is None:
+        raise UserError("checkpoint.register_as is not set; name the model in MLflow's registry")
+    return config.checkpoint.register_as
 
 
 def read_holder(lock: Path) -> str:

@@ -5,18 +5,18 @@ Optuna is the engine, and its study, `study.journal` in the sweep's folder, is t
 goes on from it. The folder also holds a log of each training. Only this module imports optuna.
 """
 
-import contextlib
-import contextvars
 import itertools
 import json
 import math
 import os
 import re
 import signal
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,31 +24,58 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import BaseJournalBackend
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.devices import expected_devices, num_at_once
-from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, run_cell
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import check_run_name
-from dphybrid.run.train import Report
-from dphybrid.tracking.record import as_line, of_line
+from dphybrid.run.pages import Report
 from dphybrid.tracking.tracker import SWEEP_TAG
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
 from dphybrid.training.metrics import Task
 from dphybrid.util.alive import holding
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import make_folder
+from dphybrid.util.files import make_folder, write_text
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import flag_text
 
-_MAX_CELLS = 256
-_CELL, _WHY = "cell", "why"
+_MAX_RUNS = 256
+_RUN, _WHY = "run", "why"
 """Attributes of a trial: the name of its run, and why it has no result."""
-_RANGE = {"low", "high", "log", "step"}
+_END_S = 25.0
+"""How long a run's process may take to write its checkpoint when the sweep has to stop. Less than the 30
+seconds after which Prefect kills a cancelled flow run."""
+
+
+class RunFailed(Exception):
+    """A run's process ended without a result."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a run of a sweep. values: its values by field. report: None without a result; why: the
+    reason. pruned: the search ended it early, which is no failure."""
+
+    name: str
+    values: dict[str, str]
+    report: Report | None = None
+    why: str = ""
+    pruned: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The run as a row of a table: its values, and its metrics or why there are none."""
+        more = {**self.report.metrics, "url": self.report.run_url} if self.report else {"failed": self.why}
+        return {"run": self.name, **self.values, "failed": "", **more}
+
+
+def failures(results: Sequence[Result]) -> dict[str, str]:
+    """Return by name why runs failed. Runs that a search pruned did not fail."""
+    return {result.name: result.why for result in results if result.report is None and not result.pruned}
 
 
 @dataclass(frozen=True)
@@ -89,7 +116,7 @@ class Sweep:
         if isinstance(given, Mapping):
             if not self.trials:
                 raise UserError(f"{shown}; give a list of values; a range needs --trials")
-            if not {"low", "high"} <= given.keys() <= _RANGE:
+            if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
                 raise UserError(f"{shown}; give low and high, and optionally log or step")
             whole = isinstance(given["low"], int) and isinstance(given["high"], int)
             try:
@@ -101,68 +128,58 @@ class Sweep:
             raise UserError(f"{shown}; give a list of values{ranges}")
         return CategoricalDistribution(list(dict.fromkeys(map(flag_text, given))))
 
-    def cells(self, settings: Settings) -> list[Cell]:
-        """Return the cell of each combination, the last field changing fastest; of a search, one for each
-        choice and end of a range.
+    def runs(self, settings: Settings) -> dict[str, dict[str, str]]:
+        """Return the values of each run of the grid by its name, the last field changing fastest; of a
+        search, one for each choice and end of a range.
 
-        Raises UserError, naming the cell, for unknown fields, values that are not allowed, devices that do
-        not exist, and too many combinations.
+        Raises UserError for unknown fields, values that are not allowed, devices that do not exist, and too
+        many combinations.
         """
         space = self.space()
+        ends = {
+            name: v.choices if isinstance(v, CategoricalDistribution) else [v.low, v.high]  # type: ignore[attr-defined]
+            for name, v in space.items()
+        }
         if self.trials:
-            return [
-                self.cell(f"{self.name}-000", {name: value}, settings)
-                for name, values in space.items()
-                for value in _choices(values) or [values.low, values.high]  # type: ignore[attr-defined]
-            ]
-        choices = [_choices(values) for values in space.values()]
-        if (count := math.prod(map(len, choices))) > _MAX_CELLS:
-            raise UserError(
-                f"grid: {count:,} combinations, at most {_MAX_CELLS} are allowed; give fewer values"
-            )
-        cells = []
-        for number, combination in enumerate(itertools.product(*choices), start=1):
-            values = dict(zip(space, combination, strict=True))
-            several = {field: value for field, value in values.items() if len(_choices(space[field])) > 1}
-            # Zero-padded numbers, so that names sort in the grid's order.
-            name = f"{self.name}-{number:0{len(str(count))}d}{_name_suffix(several)}"
-            try:
-                cells.append(self.cell(name, values, settings))
-            except UserError as error:
-                raise UserError(f"grid: cell {number} {error}") from error
-        return cells
+            runs = {f"{name}={v}": {name: flag_text(v)} for name, choices in ends.items() for v in choices}
+        else:
+            if (count := math.prod(map(len, ends.values()))) > _MAX_RUNS:
+                raise UserError(f"grid: {count:,} combinations, at most {_MAX_RUNS} are allowed")
+            runs = {}
+            for number, combination in enumerate(itertools.product(*ends.values()), start=1):
+                # Zero-padded numbers, so that names sort in the grid's order.
+                name = f"{self.name}-{number:0{len(str(count))}d}"
+                runs[name + _suffix(dict(zip(ends, combination, strict=True)), ends)] = dict(
+                    zip(ends, combination, strict=True)
+                )
+        for name, values in runs.items():
+            check_run_name(self.name if self.trials else name, "--sweep: its run")
+            self.config_of(values, settings)
+        return runs
 
-    def cell(self, name: str, values: Mapping[str, object], settings: Settings) -> Cell:
-        """Return the cell of these values. Raises UserError for values that are not allowed."""
-        chosen = {field: flag_text(value) for field, value in values.items()}
-        shown = [f"{field}={value}" for field, value in chosen.items()]
-        check_run_name(name, "--sweep: its run")  # longer than the sweep's name
+    def config_of(self, values: Mapping[str, object], settings: Settings) -> ExperimentConfig:
+        """Return the config of a run with these values. Raises UserError for values that are not allowed."""
+        shown = [f"{field}={flag_text(value)}" for field, value in values.items()]
         try:
-            made = apply_overrides(self.config, shown)
-            expected_devices(made, settings)
+            config = apply_overrides(self.config, shown)
+            expected_devices(config, settings)
         except UserError as error:
-            raise UserError(f"({', '.join(shown)}): {error}") from error
-        return Cell(name=name, values=chosen, config=made)
+            raise UserError(f"grid: ({', '.join(shown)}): {error}") from error
+        return config
 
 
-def _choices(values: BaseDistribution) -> list[str]:
-    return [str(choice) for choice in values.choices] if isinstance(values, CategoricalDistribution) else []
-
-
-def _name_suffix(chosen: Mapping[str, str]) -> str:
-    """Return the end of a cell's name, made of its values: `-cpux8-b512-lr0.01`."""
-    short = {"devices": "", "train.batch_size": "b"}
-    words = (short.get(name, name.rpartition(".")[2]) + value for name, value in chosen.items())
-    return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word.replace('*', 'x'))}" for word in words)[:80]
+def _suffix(values: Mapping[str, str], choices: Mapping[str, Sequence[object]]) -> str:
+    """Return the end of a run's name, made of the values that vary: `-cpux8-batch_size512-lr0.01`."""
+    words = [
+        ("" if name == "devices" else name.rpartition(".")[2]) + str(value).replace("*", "x")
+        for name, value in values.items()
+        if len(choices[name]) > 1
+    ]
+    return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word)}" for word in words)[:80]
 
 
 def run_sweep(
-    sweep: Sweep,
-    settings: Settings,
-    stop: StopRequest,
-    at_once: int = 0,
-    tags: Mapping[str, str] = {},
-    wrap: Callable[[Train], Train] = lambda train: train,
+    sweep: Sweep, settings: Settings, stop: StopRequest, at_once: int = 0, tags: Mapping[str, str] = {}
 ) -> list[Result]:
     """Train a sweep's runs, each in its own process; return what became of each, by name. A sweep of this
     name is continued; interrupted and failed runs go on from their checkpoints.
@@ -173,212 +190,201 @@ def run_sweep(
     Args:
         at_once: How many runs train at once; 0: as many as GPUs allow.
         tags: More tags of each run.
-        wrap: Put around the training of each cell, such as a task of Prefect.
     """
     check_run_name(sweep.name, "--sweep")
     if at_once < 0:
         raise UserError(f"at_once={at_once}: give the number of runs, or 0 for as many as GPUs allow")
-    cells = sweep.cells(settings)
-    count = sweep.trials or len(cells)
-    workers = at_once or min(count, num_at_once([cell.config for cell in cells], settings))
-    with _opened(sweep, cells[0].config, settings) as (study, task):
-        folder = sweep.folder(settings)
+    runs = sweep.runs(settings)
+    configs = [sweep.config_of(values, settings) for values in runs.values()]
+    count, folder = sweep.trials or len(runs), sweep.folder(settings)
+    workers = at_once or min(count, num_at_once(configs, settings))
+    make_folder(folder)
+    with holding(folder, "--sweep {}: runs in another process; wait for its end, or stop it first"):
+        task, digest = _measured(configs, settings)
+        study = _opened(sweep, folder / "study.journal", task, digest)
         print(f"Sweep {sweep.name}: {counted(count, 'run')}, {workers} at once; logs in {folder}", flush=True)
-        trials = _Trials(sweep, settings, stop, task, wrap, {**tags, SWEEP_TAG: sweep.name}, study)
-        trials.run(trials.queue(cells), workers)
-        return trials.results()
+        left = count - _queued(study, {} if sweep.trials else runs)
+
+        def train() -> None:
+            if not stop.pending:
+                _train(study.ask(sweep.space()), sweep, settings, stop, task, {**tags, SWEEP_TAG: sweep.name})
+
+        # In threads, while this one waits: a signal then interrupts no training.
+        with ThreadPoolExecutor(workers) as pool, _stopped_by_errors(stop):
+            for future in [pool.submit(train) for _ in range(left)]:
+                future.result()
+        return _results(study, folder, f"not run, {stop.reason}" if stop.pending else "not run")
+
+
+def _measured(configs: Sequence[ExperimentConfig], settings: Settings) -> tuple[Task, str]:
+    """Return the task that measures all runs, and the digest of the first one's data. Raises UserError if
+    their data or recipes are measured by several metrics."""
+    found = dict[tuple[object, ...], tuple[Task, str]]()
+    for config in configs:
+        recipe = find_recipe(config.recipe)
+        key = config.recipe, config.data.model_dump_json(), config.train.seed
+        if key not in found:
+            data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
+            found[key] = recipe.task_of(config, data.info), data.digest
+    tasks = {(task.metric, task.higher_is_better): task for task, _ in found.values()}
+    if len(tasks) > 1:
+        metrics = " and ".join(metric for metric, _ in tasks)
+        raise UserError(f"grid: its runs are measured by {metrics}; give values with one deciding metric")
+    return next(iter(found.values()))
+
+
+def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna.Study:
+    """Return the sweep's study. Raises UserError if it was begun with other values."""
+    if journal.is_file() and not (content := journal.read_bytes()).endswith(b"\n"):
+        # A killed process was writing the last line: the next one would be added to it.
+        os.truncate(journal, content.rfind(b"\n") + 1)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed
+    study = optuna.create_study(
+        study_name=sweep.name,
+        storage=JournalStorage(JournalFileBackend(str(journal))),
+        # A median of fewer than three runs means nothing, and a first epoch says little about a run.
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
+        if sweep.trials and sweep.prune
+        else optuna.pruners.NopPruner(),
+        direction="maximize" if task.higher_is_better else "minimize",
+        load_if_exists=True,
+    )
+    # A new sampler starts its random numbers from the seed; with the same one, a continued search would draw
+    # the values of its first trials again.
+    study.sampler = optuna.samplers.TPESampler(seed=sweep.config.train.seed + len(study.trials))
+    now = {name: flag_text(v) for name, v in flatten(sweep.config.model_dump(mode="json")).items()}
+    now = {name: text for name, text in now.items() if name not in sweep.space()}
+    now |= {f"grid {name}": json.dumps(values) for name, values in sweep.grid.items()}
+    now |= {"kind": "search" if sweep.trials else "grid", "data digest": data_digest}
+    begun = study.user_attrs.get("begun", now)
+    changed = [
+        f"{name}: {begun.get(name, 'not given')} -> {now.get(name, 'not given')}"
+        for name in sorted(begun.keys() | now.keys())
+        if begun.get(name) != now.get(name)
+    ]
+    if changed:
+        raise UserError(
+            f"--sweep {sweep.name}: was begun with other values ({'; '.join(changed)}); give the same ones, "
+            "or choose another name for this sweep"
+        )
+    study.set_user_attr("begun", begun)
+    return study
+
+
+def _last_trials(study: optuna.Study) -> dict[str, FrozenTrial]:
+    """Return the last trial of each run, by the run's name."""
+    return {trial.user_attrs[_RUN]: trial for trial in study.trials if _RUN in trial.user_attrs}
+
+
+def _queued(study: optuna.Study, runs: Mapping[str, Mapping[str, str]]) -> int:
+    """Queue the runs of a grid, and again those that failed or whose process was killed; return how many runs
+    have ended."""
+    known, ended = _last_trials(study), (TrialState.COMPLETE, TrialState.PRUNED)
+    # Optuna never ends the trials of a killed process.
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+    for name, trial in known.items():
+        if trial.state in (TrialState.RUNNING, TrialState.FAIL):
+            study.enqueue_trial(trial.params, {_RUN: name})
+    for name in [name for name in runs if name not in known]:
+        study.enqueue_trial(dict(runs[name]), {_RUN: name})
+    return sum(trial.state in ended for trial in known.values())
+
+
+def _train(
+    trial: optuna.Trial,
+    sweep: Sweep,
+    settings: Settings,
+    stop: StopRequest,
+    task: Task,
+    tags: Mapping[str, str],
+) -> None:
+    name = trial.user_attrs.get(_RUN) or f"{sweep.name}-{trial.number + 1:03d}"
+    trial.set_user_attr(_RUN, name)
+    checkpoints, seen, pruned = settings.runs_dir / name / "checkpoints", 0, False
+
+    def is_worse() -> bool:
+        """Report the validation metric of each new epoch; return whether to prune the run."""
+        nonlocal seen, pruned
+        # suppress: the run may have just removed this checkpoint; the next call reads a newer one
+        with suppress(UserError, FileNotFoundError, IndexError):
+            history = read_state(complete_checkpoints(checkpoints)[-1]).progress.history
+            for epoch, row in enumerate(history[seen:], start=seen + 1):
+                trial.report(row[VALIDATION + task.metric], epoch)
+            if len(history) > seen:
+                seen, pruned = len(history), trial.should_prune()
+        return pruned
+
+    try:
+        config = sweep.config_of(trial.params, settings)
+        report = train_apart(name, config, sweep.folder(settings), settings, tags, stop, is_worse)
+    except RunFailed as failure:
+        trial.set_user_attr(_WHY, f"pruned after epoch {seen}" if pruned else str(failure))
+        trial.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
+    else:
+        trial.study.tell(trial, float(report.metrics[task.metric]))
 
 
 @contextmanager
-def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterator[tuple[optuna.Study, Task]]:
-    """Hold the sweep's lock during the block; yield its study, and the task that its runs are measured by.
-    first: the config of its first run."""
-    folder, journal = sweep.folder(settings), sweep.folder(settings) / "study.journal"
-    make_folder(folder)
-    with holding(folder, "--sweep {}: runs in another process; wait for its end, or stop it first"):
-        recipe = find_recipe(first.recipe)
-        data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
-        task = recipe.task_of(first, data.info)
-        begun = _begun(sweep, data.digest)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed
-        study = optuna.create_study(
-            study_name=sweep.name,
-            storage=JournalStorage(_Journal(journal)),
-            # A median of fewer than three runs means nothing, and a first epoch says little about a run.
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
-            direction="maximize" if task.higher_is_better else "minimize",
-            load_if_exists=True,
-        )
-        changed = [
-            f"{name}: {was} -> {begun.get(name, 'not the same for all runs')}"
-            for name, was in study.user_attrs.items()
-            if begun.get(name) != was
-        ]
-        if changed:
-            raise UserError(
-                f"--sweep {sweep.name}: was begun with other values ({'; '.join(changed)}); give the same "
-                "ones, or choose another name for this sweep"
-            )
-        for name, value in begun.items():
-            study.set_user_attr(name, value)
-        yield study, task
+def _stopped_by_errors(stop: StopRequest) -> Iterator[None]:
+    """After an error in the block, end the other runs."""
+    try:
+        yield
+    except BaseException:
+        stop.ask("the end of the sweep", signal.SIGTERM)
+        raise
 
 
-def _begun(sweep: Sweep, data_digest: str) -> dict[str, str]:
-    """Return what must stay the same in a sweep, as text by name."""
-    space = sweep.space()
-    fixed = flatten(sweep.config.model_dump(mode="json"))
-    found = {name: flag_text(value) for name, value in sorted(fixed.items()) if name not in space}
-    found |= {
-        f"grid {name}": json.dumps(given) for name, given in zip(space, sweep.grid.values(), strict=True)
-    }
-    return {**found, "kind": "search" if sweep.trials else "grid", "data digest": data_digest}
+def train_apart(
+    name: str,
+    config: ExperimentConfig,
+    folder: Path,
+    settings: Settings,
+    tags: Mapping[str, str],
+    stop: StopRequest,
+    enough: Callable[[], bool],
+) -> Report:
+    """Train a run in its own process, from its checkpoint if it has one; return its report. The process
+    writes its output to `folder`/NAME.log.
 
-
-class _Journal(BaseJournalBackend):
-    """Optuna's journal in a file whose lines have checksums, as those of a run's record. Only one process
-    uses it: the sweep's lock keeps others out. Raises UserError for a damaged line."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._lock = file, threading.Lock()
-        content = file.read_bytes() if file.is_file() else b""
-        *lines, torn = content.splitlines(keepends=True) or [b""]
-        if torn.endswith(b"\n"):
-            lines.append(torn)
-        elif torn:  # a killed process was writing it: the next line would be added to it
-            os.truncate(file, len(content) - len(torn))
-        self._logs = list[dict[str, Any]]()
-        for number, line in enumerate(lines, start=1):
-            if (found := of_line(line)) is None:
-                raise UserError(
-                    f"{file}: line {number} is damaged, so the sweep cannot go on; give it another name, or "
-                    "put an undamaged copy there"
-                )
-            self._logs.append(found)
-
-    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        return self._logs[log_number_from:]
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        with self._lock, self._file.open("ab") as stream:
-            stream.writelines(as_line(json.dumps(log, separators=(",", ":")).encode()) for log in logs)
-            stream.flush()
-            os.fsync(stream.fileno())
-            self._logs += logs
-
-
-@dataclass
-class _Trials:
-    """The trials of a sweep's study. tags: of all runs."""
-
-    sweep: Sweep
-    settings: Settings
-    stop: StopRequest
-    task: Task
-    wrap: Callable[[Train], Train]
-    tags: Mapping[str, str]
-    study: optuna.Study
-
-    def queue(self, cells: Sequence[Cell]) -> int:
-        """Queue the runs of a grid, and again those that failed or whose process was killed; return how many
-        runs have no result."""
-        named = self._by_name()
-        # Optuna never ends the trials of a killed process.
-        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
-            self.study.tell(trial.number, state=TrialState.FAIL)
-        for name, trial in named.items():
-            if trial.state in (TrialState.RUNNING, TrialState.FAIL):
-                self.study.enqueue_trial(trial.params, {_CELL: name})
-        for cell in cells if not self.sweep.trials else ():
-            if cell.name not in named:
-                self.study.enqueue_trial(cell.values, {_CELL: cell.name})
-        ended = [trial for trial in named.values() if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-        return (self.sweep.trials or len(cells)) - len(ended)
-
-    def run(self, count: int, workers: int) -> None:
-        """Train this many runs: those in the queue, then others of a search."""
-        # A new sampler starts its random numbers from the seed; with the same one, a continued search would
-        # draw the values of its first trials again.
-        seed = self.sweep.config.train.seed + len(self.study.trials)
-        self.study.sampler = optuna.samplers.TPESampler(seed=seed)
-        # In threads, while this one waits: a signal or an exception of Prefect's then interrupts no training.
-        with ThreadPoolExecutor(workers) as pool:
-            # The context: Prefect finds the flow run in it.
-            runs = [pool.submit(contextvars.copy_context().run, self._train) for _ in range(count)]
-            try:
-                for each in runs:
-                    each.result()
-            except BaseException:
-                self.stop.ask("the end of the sweep", signal.SIGTERM)
-                raise
-
-    def _train(self) -> None:
-        if self.stop.pending:
-            return
-        trial = self.study.ask(self.sweep.space())
-        name = trial.user_attrs.get(_CELL) or f"{self.sweep.name}-{trial.number + 1:03d}"
-        trial.set_user_attr(_CELL, name)
-        watch = _Watch(trial, self.settings.runs_dir / name / "checkpoints", self.task)
-        prunes = self.sweep.trials and self.sweep.prune
-        folder = self.sweep.folder(self.settings)
-
-        def train(cell: Cell, enough: Callable[[], bool]) -> Report:
-            return run_cell(cell, folder, self.settings, self.tags, self.stop, enough)
-
+    stop: passed on to the process, which then writes a checkpoint. enough: called repeatedly; when it returns
+    True, the process is ended in the same way. Raises RunFailed with the last lines of the output.
+    """
+    page, log, report = (folder / f"{name}.{ending}" for ending in ("config.json", "log", "json"))
+    if report.is_file():
+        return Report.read(report)
+    write_text(page, config.model_dump_json(indent=1))
+    # One process per run: CUDA frees all of its memory at the process's end, and a crash ends only this run.
+    argv = [sys.executable, "-P", "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
+    argv += [f"--tag={tag}={value}" for tag, value in tags.items()]
+    # An interrupted run continues from its checkpoint.
+    argv += ["--resume" if (settings.runs_dir / name / "run.json").is_file() else "--run-name", name]
+    # Append: keep the output of earlier attempts.
+    with log.open("ab") as stream:
+        child = subprocess.Popen(argv, stdout=stream, stderr=stream)
+        while child.poll() is None and not stop.pending and not enough():
+            time.sleep(0.2)
+        if child.poll() is None:
+            child.terminate()
         try:
-            cell = self.sweep.cell(name, trial.params, self.settings)
-            report = self.wrap(train)(cell, watch if prunes else lambda: False)
-        except CellFailed as failure:
-            trial.set_user_attr(_WHY, f"pruned after epoch {watch.seen}" if watch.pruned else str(failure))
-            self.study.tell(trial, state=TrialState.PRUNED if watch.pruned else TrialState.FAIL)
-        except BaseException:
-            self.stop.ask("the end of the sweep", signal.SIGTERM)  # before the next run begins
-            raise
-        else:
-            self.study.tell(trial, float(report.metrics[self.task.metric]))
-
-    def _by_name(self) -> dict[str, FrozenTrial]:
-        """Return the last trial of each run, by the run's name."""
-        return {trial.user_attrs[_CELL]: trial for trial in self.study.trials if _CELL in trial.user_attrs}
-
-    def results(self) -> list[Result]:
-        """Return what became of each run, by name."""
-        folder, found = self.sweep.folder(self.settings), []
-        not_run = f"not run, {self.stop.reason}" if self.stop.pending else "not run"
-        for name, trial in sorted(self._by_name().items()):
-            given = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # of one in the queue
-            report = Report.read(folder / f"{name}.json") if trial.state == TrialState.COMPLETE else None
-            result = Result(
-                name=name,
-                values={key: flag_text(value) for key, value in given.items()},
-                report=report,
-                why="" if report else trial.user_attrs.get(_WHY, not_run),
-                pruned=trial.state == TrialState.PRUNED,
-            )
-            found.append(result)
-        return found
+            child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    if child.returncode:
+        # The last lines are the run's error message, or the end of its traceback.
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise RunFailed(f"{name} ended with {child.returncode}: {' | '.join(lines[-3:])} ({log})")
+    return Report.read(report)
 
 
-@dataclass
-class _Watch:
-    """Callable that reports a run's validation metric of each epoch to its trial; returns whether to prune
-    the run. Reads the run's checkpoints, because the run is another process."""
-
-    trial: optuna.Trial
-    checkpoints: Path
-    task: Task
-    pruned: bool = False
-    seen: int = 0
-
-    def __call__(self) -> bool:
-        there = complete_checkpoints(self.checkpoints)
-        if not there or self.pruned:
-            return self.pruned
-        # suppress: the run may have just removed this checkpoint; the next call reads a newer one
-        with contextlib.suppress(UserError, FileNotFoundError):
-            history = read_state(there[-1]).progress.history
-            for epoch, row in enumerate(history[self.seen :], start=self.seen + 1):
-                self.trial.report(row[VALIDATION + self.task.metric], epoch)
-            if len(history) > self.seen:
-                self.seen, self.pruned = len(history), self.trial.should_prune()
-        return self.pruned
+def _results(study: optuna.Study, folder: Path, not_run: str) -> list[Result]:
+    """Return what became of each run, by name."""
+    results = []
+    for name, trial in sorted(_last_trials(study).items()):
+        given = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # of one in the queue
+        report = Report.read(folder / f"{name}.json") if trial.state == TrialState.COMPLETE else None
+        values = {key: flag_text(value) for key, value in given.items()}
+        why = "" if report else trial.user_attrs.get(_WHY, not_run)
+        results.append(Result(name, values, report, why, trial.state == TrialState.PRUNED))
+    return results

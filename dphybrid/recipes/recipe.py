@@ -69,7 +69,7 @@ class Recipe:
             may grow by new files (retraining), and it scores the rows of new files (predict).
         sample: What a sample is called where an evaluation counts them.
         one_process: Not tested with several processes; a config with `cluster` is refused.
-        example: Columns of a few rows as `predict` takes them; `dphybrid check recipe` predicts these.
+        example: Columns of a few rows as `predict` takes them, for `dphybrid.testing.check_recipe`.
         prints_shapes: Print a split as PyTorch's data-parallel tutorial does, one line per replica.
     """
 

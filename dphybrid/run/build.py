@@ -56,8 +56,20 @@ def prepare_data(
     callbacks: Sequence[Callback] = (),
     run_name: str | None = None,
 ) -> Experiment:
-    """Prepare the data, or reuse prepared data; return the experiment on it. Raises UserError for an
-    experiment that cannot be trained, before any work starts.
+    """Prepare the data, or reuse prepared data; return the experiment on it. Raises UserError as `check_job`
+    does, and for data that cannot be used."""
+    check_job(config, settings, callbacks, run_name)
+    recipe = find_recipe(config.recipe)
+    data, config = prepare(recipe, config, settings)
+    _note_idle_devices(config, expected_devices(config, settings))
+    return Experiment(recipe, config, settings, data, choose_engine(config))
+
+
+def check_job(
+    config: ExperimentConfig, settings: Settings, callbacks: Sequence[Callback], run_name: str | None
+) -> None:
+    """Raise UserError for an experiment that cannot be trained, as far as that can be told without its data,
+    whose preparation may take long.
 
     callbacks: in addition to those of the config. run_name: the name that the run will get.
     """
@@ -67,14 +79,10 @@ def prepare_data(
     # A recipe's own step computes in one process: ranks of a cluster take the engine's step.
     own_step = own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
     engine.check(recipe.one_process or own_step, settings, devices, callbacks)
-    # Report errors that need no data before reading it, which may take long.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    data, config = prepare(recipe, config, settings)
-    _note_idle_devices(config, devices)
-    return Experiment(recipe, config, settings, data, choose_engine(config))
 
 
 def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:

@@ -1,6 +1,7 @@
 """The parts of a run: recipe, config, settings, data, engine, devices, folder. Each is found once, by the
 command or step that needs it first, and from there it is only passed down."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,8 @@ _FIXED = (
     "train.optimizer",
     "train.seed",
     "train.batch_size",
+    "train.shuffle_rows",
+    "train.overfit_batches",
     "data.",
 )
 """Values that a resumed run cannot change."""
@@ -87,6 +90,18 @@ class Experiment:
         return cls(recipe, config, settings, data, choose_engine(config))
 
     @classmethod
+    def continuing(cls, which: str, config: ExperimentConfig, settings: Settings) -> Self:
+        """Return the experiment that continues a run, the recipe's newest ("latest") or one by its name or
+        MLflow id, on the data that was prepared for it: later files do not change it.
+
+        Raises UserError when there is no such run, and as `resuming` does.
+        """
+        run = named_run(settings, which, config.recipe)
+        if run.page.recipe != config.recipe:
+            raise _other_values(run, {"recipe": f"{run.page.recipe} -> {config.recipe}"})
+        return cls.open(config, settings, run.page.prepared).resuming(run.folder.name)
+
+    @classmethod
     def of(cls, run: Run) -> Self:
         """Return the experiment of a run. Raises UserError when its prepared data is missing or damaged."""
         made = cls.open(run.config, run.settings, run.page.prepared)
@@ -110,10 +125,7 @@ class Experiment:
         if run.page.data_digest != self.data.digest and not changed:
             changed = {"data digest": f"{run.page.data_digest} -> {self.data.digest} (the file changed)"}
         if changed:
-            raise UserError(
-                f"--resume: run {run.folder.name} was started with other values "
-                f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
-            )
+            raise _other_values(run, changed)
         return replace(self, found=run)
 
     @property
@@ -160,6 +172,13 @@ class Experiment:
         """The source of the data, as text for people: its path, or the recipe that generates it."""
         path = self.config.data.model_dump().get("path")
         return str(path) if path else f"built in, recipe {self.config.recipe}"
+
+
+def _other_values(run: Run, changed: Mapping[str, str]) -> UserError:
+    return UserError(
+        f"--resume: run {run.folder.name} was started with other values "
+        f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
+    )
 
 
 def choose_engine(config: ExperimentConfig) -> Engine:

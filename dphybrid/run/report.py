@@ -22,7 +22,7 @@ from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
-from dphybrid.util.text import as_flags, as_markdown, masked, printable
+from dphybrid.util.text import as_flags, as_markdown, masked, metric_text, printable
 
 _FEW_POINTS = 30
 """A curve of fewer points has a mark on each."""
@@ -85,7 +85,7 @@ def report_run(experiment: Experiment) -> Report:
             tracker.set_description(_description(experiment, report))
             # MLflow's list of runs shows this tag, in the column Source, and metrics only if asked to.
             shown = report.test or report.metrics
-            tracker.set_tags({"mlflow.source.name": f"{shown[task.metric]:.4g} {task.metric}"})
+            tracker.set_tags({"mlflow.source.name": f"{metric_text(shown[task.metric])} {task.metric}"})
         tracker.finish("FINISHED")
     return report
 
@@ -96,8 +96,8 @@ def _beside(evaluated: MetricsPage, task: Task) -> str:
     values = {which: metrics[task.metric] for which, metrics in evaluated.baselines.items()}
     gains = {which: sign * (own - value) for which, value in values.items()}
     words = [
-        f"{which} {task.metric} {values[which]:.4f} "
-        f"(this run is {abs(gain):.4f} {'better' if gain >= 0 else 'WORSE'})"
+        f"{which} {task.metric} {metric_text(values[which])} "
+        f"(this run is {metric_text(abs(gain))} {'better' if gain >= 0 else 'WORSE'})"
         for which, gain in gains.items()
     ]
     return ", ".join(words)
@@ -107,7 +107,7 @@ def _facts(report: Report) -> dict[str, str]:
     """Return what the terminal, MLflow and the page show first, by name."""
 
     def numbers(metrics: Mapping[str, float]) -> str:
-        return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        return ", ".join(f"{name} {metric_text(value)}" for name, value in metrics.items())
 
     chosen = "" if report.test else " (which chose the epoch)"
     facts = {"Test": numbers(report.test), "Validation": numbers(report.metrics) + chosen}

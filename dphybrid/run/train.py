@@ -16,7 +16,7 @@ from typing import TypeVar
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.devices import giving_way, leased_devices
-from dphybrid.run.build import build_run, prepare_data
+from dphybrid.run.build import build_run, check_job, prepare_data
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
@@ -88,12 +88,15 @@ def run_job(
     # A signal ends preparation, or the wait for GPUs, at once: nothing is lost. Training finishes its step
     # first, hence the second `stop_signals` below.
     with stop_signals(stop, at_once=True) if around.at_once else nullcontext(), ExitStack() as held:
-        if prepared is None:
+        if resume:
+            check_job(config, settings, callbacks, run_name)
+            experiment = Experiment.continuing(resume, config, settings)
+            print(f"Prepared data: {experiment.data.path}", flush=True)
+        elif prepared is None:
             experiment = around.step("prepare", lambda: prepare_data(config, settings, callbacks, run_name))
         else:
             experiment = Experiment.open(config, settings, prepared)
         stop.obey("before it was built")
-        experiment = experiment.resuming(resume) if resume else experiment
         previous = experiment.found
         name = run_name or around.name or resume or experiment.recipe.name
         with around.waiting() as on_wait:

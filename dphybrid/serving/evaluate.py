@@ -27,6 +27,7 @@ from dphybrid.run.report import chart_figure
 from dphybrid.serving.curves import figures
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.html import html_of, table
+from dphybrid.training.bootstrap import interval, resampled
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
@@ -215,20 +216,9 @@ def _measured(
     task: Task, outputs: dict[str, Tensor], seed: int, on_progress: Progress | None
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
     """Return the metrics and their intervals."""
-    metrics, num_rows = task.compute(outputs), len(outputs["loss"])
-    random = np.random.default_rng(seed)
-    drawn: list[dict[str, float]] = []
-    for number in range(SAMPLES):
-        if on_progress and number % 20 == 0:
-            on_progress("draw rows again", number, SAMPLES)
-        index_B = torch.from_numpy(random.integers(0, num_rows, num_rows))
-        try:
-            drawn.append(task.compute({name: value[index_B] for name, value in outputs.items()}))
-        except UserError:  # all rows drawn have one label
-            continue
+    metrics, drawn = task.compute(outputs), resampled(task, [outputs], SAMPLES, seed, on_progress)
     return metrics, {
-        name: tuple(np.nanquantile([one[name] for one in drawn] or [value], (0.025, 0.975)).tolist())
-        for name, value in metrics.items()
+        name: interval([found[name] for (found,) in drawn] or [value]) for name, value in metrics.items()
     }
 
 

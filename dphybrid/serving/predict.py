@@ -41,7 +41,6 @@ from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import scratch_folder
-from dphybrid.util.terminal import data_output
 from dphybrid.util.threads import use_num_threads
 
 PLACE = {"file": pl.String, "line": pl.Int64}
@@ -299,16 +298,15 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
 
     options: of `predict_file`. Raises UserError as `predict_file` does.
     """
-    # Escaped in a terminal. A file or pipe gets what --out would write: the same bytes, whatever the locale.
-    stream = data_output()
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(encoding="utf-8")
+    # A file or pipe gets what --out would write: the same bytes, whatever the locale.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
     # Not TemporaryDirectory: what a killed process leaves is removed by the next one.
     with scratch_folder(Path(gettempdir()), "dphybrid-predict-") as folder:
         out = folder / "predictions.csv"
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:
-            shutil.copyfileobj(file, stream)
+            shutil.copyfileobj(file, sys.stdout)
     # Both may go to one terminal, where the note must follow the predictions.
     sys.stdout.flush()
     if done.num_rejected:

@@ -1,23 +1,19 @@
 """A run's checkpoints as LoggedModels, tagged best or latest; and registered models, with the alias
 `champion` that versions gain and lose."""
 
-import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlparse
 
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
-from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -27,19 +23,15 @@ from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.record import Record
 from dphybrid.tracking.tracker import CHAMPION_TAG, LEFT_OUT, safe_name
-from dphybrid.util.alive import lives, process_name
 from dphybrid.util.digests import SUMS, inside
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import make_folder, scratch_folder
+from dphybrid.util.files import scratch_folder
+from dphybrid.util.text import metric_text
 
 _CHAMPION = "champion"
 _DECISION_TAG = "dphybrid.decision"
-"""Tag of a version: `promoted: REASON` or `kept: REASON`, then later moves; see `Version`."""
-_DECIDING = re.compile(r"deciding against (\d+|none): ((?:promoted|kept): .*)", re.DOTALL)
-"""What the tag holds from the decision until the alias has moved."""
-_FORMER_TAG = "dphybrid.former_champions"
-"""Tag of a registered model: the numbers of the last earlier champions, oldest first."""
-_MOST_FORMER = 10
+"""Tag of a version: `promoted: REASON` or `kept: REASON`."""
+_LONGEST_TAG = 4900
 _PAGE = 100
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
@@ -231,16 +223,13 @@ def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     return [version for version in found if version.name == name]
 
 
-def _is_undecided(version: ModelVersion) -> bool:
-    decision = version.tags.get(_DECISION_TAG, "")
-    return CHAMPION_TAG in version.tags and (not decision or _DECIDING.fullmatch(decision) is not None)
-
-
 def _description(run_name: str, model: LoggedModel) -> str:
     """Return the description of a version on the registry's page: its validation metrics, first because the
     column is narrow, and the run and step that it comes from."""
     values = {metric.key: metric.value for metric in model.metrics or []}
-    shown = ", ".join(f"{name.removeprefix('valid/')} {value:.5g}" for name, value in sorted(values.items()))
+    shown = ", ".join(
+        f"{name.removeprefix('valid/')} {metric_text(value)}" for name, value in sorted(values.items())
+    )
     return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[_STEP_TAG]})"
 
 
@@ -275,9 +264,8 @@ class Version:
 
     Attributes:
         run_tags: The tags of the run that trained it.
-        decision: `promoted:` or `kept:` and why, and all later decisions; "" before the first.
-        undecided: It was trained as a challenger, and is not compared with the champion yet, or the alias was
-            not moved then.
+        decision: `promoted:` or `kept:` and why; "" before that.
+        undecided: It was trained as a challenger, and is not compared with the champion yet.
     """
 
     name: str
@@ -285,218 +273,65 @@ class Version:
     run_id: str
     run_tags: Mapping[str, str]
     decision: str
-    undecided: bool = False
+    undecided: bool
 
     @property
     def uri(self) -> str:
         return f"models:/{self.name}/{self.number}"
 
 
-def former_champions(model: RegisteredModel) -> list[str]:
-    """Return the numbers of the last versions that were the champion before the present one, oldest first."""
-    # Without the present one, which a process that died may have noted just before it moved the alias.
-    now = str(model.aliases.get(_CHAMPION))
-    return [number for number in model.tags.get(_FORMER_TAG, "").split(",") if number not in ("", now)]
-
-
-_CLAIM_TAG = "dphybrid.deciding."
-_CLAIM_S = 60.0
-"""How long a claim of another machine's process may stay unchanged: much longer than the few requests that
-move an alias. By the clock of the process that waits, from when it first saw the claim."""
-_NO_CHAMPION = (
-    "registered model {!r} has no champion; `dphybrid rollback` needs a name from MLflow's model registry"
-)
-
-
 class Registry:
-    """MLflow's model registry at `uri`. locks: a folder for the locks of its models. Calls raise UserError
-    when the server does not answer.
+    """MLflow's model registry at `uri`. Calls raise UserError when the server does not answer."""
 
-    The champion changes in one step with the decision about it: a tag of the model (`_alone`) keeps out other
-    processes, of whatever machine, while `decide` and `roll_back` move the alias, and only if it still points
-    to the version that the caller has compared: MLflow cannot compare and move at once.
-    """
-
-    def __init__(self, uri: str, locks: Path) -> None:
+    def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self.uri, self._locks = uri, locks
+        self.uri = uri
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-    def lock_file(self, name: str) -> Path:
-        """Return the file whose lock keeps retrainings of a model apart."""
-        make_folder(self._locks)
-        # With a digest of the registry: another one may have a model of the same name.
-        digest = hashlib.sha256(f"{self.uri} {name}".encode()).hexdigest()[:8]
-        return self._locks / f".{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}-{digest}.retraining"
-
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Keep other processes from moving the champion's alias during the block, by a tag of the model.
-
-        Each sets its tag, with the name of its process, before it looks for others, so of two at once at
-        least one sees the other, and waits.
-        """
-        own, seen = f"{_CLAIM_TAG}{secrets.token_hex(8)}", dict[str, float]()
-        try:
-            while True:
-                self._client.set_registered_model_tag(name, own, process_name())
-                model, now = self._model(name), time.monotonic()
-                claims = {t: v for t, v in (model.tags if model else {}).items() if t.startswith(_CLAIM_TAG)}
-                alive = {tag: lives(process) for tag, process in claims.items()}
-                # None: only its own machine can say.
-                dead = {
-                    tag
-                    for tag in claims.keys() - {own}
-                    if alive[tag] is False
-                    or (alive[tag] is None and now - seen.setdefault(tag, now) > _CLAIM_S)
-                }
-                for tag in dead:
-                    self._client.delete_registered_model_tag(name, tag)
-                if not claims.keys() - dead - {own}:
-                    break
-                self._client.delete_registered_model_tag(name, own)
-                time.sleep(
-                    0.05 + secrets.randbelow(400) / 1000
-                )  # two that saw each other must not wait alike
-            yield
-        finally:
-            with suppress(MlflowException):
-                self._client.delete_registered_model_tag(name, own)
 
     def champion(self, name: str) -> Version | None:
         """Return the version in use, or None."""
-        model = self._model(name)
+        model = self._asked(lambda: self._client.get_registered_model(name))
         number = model.aliases.get(_CHAMPION) if model is not None else None
         return self.version(name, str(number)) if number is not None else None
 
-    def _numbers(self, name: str) -> str:
-        versions = _versions_of(self._client, name)
-        return ", ".join(map(str, sorted(int(version.version) for version in versions))) or "none"
-
     def newest(self, name: str, run_id: str | None = None) -> Version | None:
         """Return the version with the highest number, or None. run_id: only among those of this run."""
-        versions = self._asked(lambda: _versions_of(self._client, name)) or []
-        numbers = [int(v.version) for v in versions if run_id in (None, v.run_id)]
+        numbers = [int(v.version) for v in self._versions(name) if run_id in (None, v.run_id)]
         return self.version(name, str(max(numbers))) if numbers else None
 
     def version(self, name: str, number: str) -> Version:
         """Return a version by its number. Raises UserError if it does not exist."""
         found = self._asked(lambda: self._client.get_model_version(name, number))
         if found is None:
-            raise UserError(
-                f"registered model {name!r} has no version {number}; it has {self._numbers(name)}"
-            )
+            raise UserError(f"registered model {name!r} has no version {number}")
         try:
             tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
         except MlflowException:  # the run was deleted; the version can be used all the same
             tags = {}
-        return Version(
-            name,
-            str(found.version),
-            str(found.run_id),
-            tags,
-            found.tags.get(_DECISION_TAG, ""),
-            _is_undecided(found),
-        )
+        decision = found.tags.get(_DECISION_TAG, "")
+        undecided = CHAMPION_TAG in found.tags and not decision
+        return Version(name, str(found.version), str(found.run_id), tags, decision, undecided)
 
     def undecided(self, name: str) -> list[Version]:
         """Return the challengers that still have to be compared with the champion, oldest first."""
-        versions = self._asked(lambda: _versions_of(self._client, name)) or []
-        numbers = sorted(int(each.version) for each in versions if _is_undecided(each))
-        return [self.version(name, str(number)) for number in numbers]
+        numbers = sorted(int(version.version) for version in self._versions(name))
+        return [found for n in numbers if (found := self.version(name, str(n))).undecided]
 
-    def begun(self, version: Version) -> tuple[str, str] | None:
-        """Return the decision that a process which died had begun to carry out: the champion's number that
-        the version was compared with, "" for none, and the decision; None if there is none."""
-        found = _DECIDING.fullmatch(version.decision)
-        return (found[1].removeprefix("none"), found[2]) if found else None
-
-    def decide(self, version: Version, against: str, decision: str) -> bool:
-        """Carry out a decision, `promoted: REASON` or `kept: REASON`: make the version the champion, or leave
-        the one that it was compared with. Return False, without a change, if the champion is another one by
-        now, or the version's decision is.
-
-        against: number of the champion that the version was compared with; "" for none. A version that is
-        the champion already, as the first one is from its registration, loses the alias if it is not
-        promoted. After a crash at any point `begun` returns the decision, and this method completes it.
-        """
-        with self._alone(version.name):
-            return self._decided(version, against, decision)
-
-    def _decided(self, version: Version, against: str, decision: str) -> bool:
-        name, number, promote = version.name, version.number, decision.startswith("promoted: ")
-        now = self._champion_number(name)
-        if now not in (against, number) or self.version(name, number).decision != version.decision:
-            return False
-        # The decision first: from here on it is known, whichever of these requests is the last one.
-        self._tag(name, number, f"deciding against {against or 'none'}: {decision}")
-        if promote and against not in ("", number):
-            self._set_former(name, [*(n for n in self._former(name) if n != against), against])
-        if promote and now != number:
+    def decide(self, version: Version, decision: str) -> None:
+        """Carry out a decision, `promoted: REASON` or `kept: REASON`, under the model's retraining lock: make
+        the version the champion, or leave another one. A first version, which is the champion from its
+        registration, loses the alias if it is not promoted."""
+        name, number, now = version.name, version.number, self.champion(version.name)
+        is_champion = now is not None and now.number == number
+        # The alias first: a version without a decision is compared again, with the same result.
+        if decision.startswith("promoted: ") and not is_champion:
             self._client.set_registered_model_alias(name, _CHAMPION, number)
-        elif not promote and now == number != against:
+        elif decision.startswith("kept: ") and is_champion:
             self._client.delete_registered_model_alias(name, _CHAMPION)
-        self._tag(name, number, decision)
-        return True
+        self._client.set_model_version_tag(name, number, _DECISION_TAG, decision[:_LONGEST_TAG])
 
-    def _champion_number(self, name: str) -> str:
-        model = self._model(name)
-        return str(model.aliases.get(_CHAMPION) or "") if model is not None else ""
-
-    def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
-        """Make the previous champion, or version `to`, the champion again; return (the replaced version, the
-        new champion). A rollback after one to a named version returns to what that replaced.
-
-        Raises UserError if there is no champion, or no previous one, or if `to` is the champion.
-        """
-        if self._model(name) is None:
-            raise UserError(_NO_CHAMPION.format(name))
-        with self._alone(name):
-            return self._rolled_back(name, to)
-
-    def _rolled_back(self, name: str, to: str | None) -> tuple[Version, Version]:
-        now, former = self.champion(name), self._former(name)
-        if now is None:
-            raise UserError(_NO_CHAMPION.format(name))
-        if to is None and not former:
-            raise UserError(
-                f"registered model {name!r}: no version was the champion before version {now.number}; "
-                f"name one with --to ({self._numbers(name)})"
-            )
-        target = self.version(name, to or former[-1])
-        if target.number == now.number:
-            raise UserError(f"registered model {name!r}: version {now.number} is the champion already")
-        # In this order a crash in between loses no number; `former_champions` leaves out the present one.
-        before = [number for number in former if number != target.number]
-        if to is not None:
-            self._set_former(name, [*before, now.number])
-        self._client.set_registered_model_alias(name, _CHAMPION, target.number)
-        if to is None:
-            self._set_former(name, before)
-        today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        self._add(now, f"rolled back to version {target.number}, {today}")
-        self._add(target, f"champion again after version {now.number}, {today}")
-        return now, target
-
-    def _add(self, version: Version, move: str) -> None:
-        """Append a move of the alias to the decisions about a version."""
-        self._tag(version.name, version.number, "; ".join(filter(None, (version.decision, move))))
-
-    def _tag(self, name: str, number: str, decision: str) -> None:
-        # MLflow limits a tag's length: the beginning, which says whether it was promoted, stays.
-        head, tail = decision[:2000], decision[2000:][-2900:]
-        self._client.set_model_version_tag(name, number, _DECISION_TAG, head + tail)
-
-    def _model(self, name: str) -> RegisteredModel | None:
-        return self._asked(lambda: self._client.get_registered_model(name))
-
-    def _former(self, name: str) -> list[str]:
-        model = self._model(name)
-        return former_champions(model) if model is not None else []
-
-    def _set_former(self, name: str, numbers: list[str]) -> None:
-        # The last ones: MLflow limits a tag's length, and nobody goes back further.
-        self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers[-_MOST_FORMER:]))
+    def _versions(self, name: str) -> list[ModelVersion]:
+        return self._asked(lambda: _versions_of(self._client, name)) or []
 
     def _asked(self, ask: Callable[[], _T]) -> _T | None:
         """Return the result of `ask`; None if MLflow has no such model or version. Raises UserError when the

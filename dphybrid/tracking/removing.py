@@ -7,7 +7,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.models import CheckpointModels, former_champions
+from dphybrid.tracking.models import CheckpointModels
 from dphybrid.util.errors import UserError
 
 _PAGE = 100
@@ -23,8 +23,8 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def runs_in_use(uri: str) -> dict[str, str]:
-    """Return the ids of the runs whose models have an alias, such as champion, or were the champion before
-    the present one -> what they are. Raises UserError when the server does not answer."""
+    """Return the ids of the runs whose models have an alias, such as champion -> what
+    they are. Raises UserError when the server does not answer."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     found: dict[str, str] = {}
     with _explained(f"MLflow at {uri} does not say which models are in use"):
@@ -33,8 +33,6 @@ def runs_in_use(uri: str) -> dict[str, str]:
         ):
             # The names of the search's answer; its versions are not all of them.
             uses = {str(number): f"{model.name}@{alias}" for alias, number in model.aliases.items()}
-            for number in former_champions(model)[-1:]:
-                uses.setdefault(number, f"the former champion of {model.name}, to which a rollback returns")
             for number, what in uses.items():
                 with suppress(MlflowException):  # deleted in MLflow
                     version = client.get_model_version(model.name, number)

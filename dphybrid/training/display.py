@@ -9,7 +9,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from dphybrid.util.terminal import fitted, unescaped_output
 from dphybrid.util.text import printable
 
 _METRICS_EVERY_S = 30.0
@@ -34,7 +33,7 @@ def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield print_line
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(file=unescaped_output()), transient=True) as bar:
+    with Progress(*columns, console=Console(), transient=True) as bar:
         tasks: dict[str, TaskID] = {}
 
         def move(what: str, done: int, total: int) -> None:
@@ -61,7 +60,7 @@ class Display:
                 TextColumn("{task.fields[note]}"),
             )
             # soft_wrap: rich would break long lines itself, and a copied path would have a newline in it.
-            console = Console(file=unescaped_output(), soft_wrap=True)
+            console = Console(soft_wrap=True)
             self._bar = Progress(*columns, console=console, transient=True)
 
     def __enter__(self) -> Self:
@@ -96,7 +95,6 @@ class Display:
         self._printed = time.monotonic()
         if self._bar is not None:
             # markup off: rich would take `[name]` in a user's text for a style and drop it.
-            shown = fitted(printable(text), unescaped_output())
-            self._bar.console.print(shown, markup=False, highlight=False)
+            self._bar.console.print(printable(text), markup=False, highlight=False)
         else:
             print(text, flush=True)

@@ -26,6 +26,7 @@ from dphybrid.training.saving import best_steps, checkpoint_cards, prune_checkpo
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.stages import stage, timed
+from dphybrid.util.text import metric_text
 
 
 def train(session: Session, observer: Observer) -> None:
@@ -160,10 +161,10 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     with stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    shown = ", ".join(f"{name} {metric_text(value)}" for name, value in metrics.items())
     return (
-        f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.4g}, validation "
-        f"{shown}{' (best)' if better else ''}"
+        f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {metric_text(train_loss)}, "
+        f"validation {shown}{' (best)' if better else ''}"
     )
 
 

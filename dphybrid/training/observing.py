@@ -16,6 +16,7 @@ from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
 from dphybrid.util.memory import peak_gib
 from dphybrid.util.stages import stage, timed
+from dphybrid.util.text import metric_text
 
 
 class _StepProfiler:
@@ -178,9 +179,9 @@ class Observer:
                 metrics |= {f"embedding/{name}": value for name, value in counters.items()}
             metrics |= session.engine.measured()
             session.tracker.log_metrics(metrics, step)
-        self._note = "no loss" if loss is None else f"loss {loss:.4g}"
+        self._note = "no loss" if loss is None else f"loss {metric_text(loss)}"
         self._loss, self._weight, self._steps, self._steps_before = 0.0, 0.0, 0, 0
         epoch = session.trained.progress.epoch + 1
         speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
-        shown = "all steps skipped" if loss is None else f"train loss {loss:.5g}"
+        shown = "all steps skipped" if loss is None else f"train loss {metric_text(loss)}"
         return f"epoch {epoch} step {step}: {shown}, {speed}"

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -52,27 +51,9 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def folded(text: str, width: int) -> str:
-    """Return a text whose lines have at most `width` columns, broken at blanks; what continues a line is
-    indented. Longer words, such as paths, stay whole, and so do commands, which people copy."""
-    lines = []
-    for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip())]
-        fits = len(line) <= width or line.lstrip().startswith("dphybrid ")
-        lines += (
-            [line]
-            if fits
-            else textwrap.wrap(
-                line,
-                width,
-                subsequent_indent=f"{indent}    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-                replace_whitespace=False,
-                expand_tabs=False,
-            )
-        )
-    return "\n".join(lines)
+def metric_text(value: float) -> str:
+    """Return a metric as text: four decimals, or four digits of a number that is tiny or large."""
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -26,7 +26,7 @@ class Data(DataConfig):
 def read(data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
     """Return the training split, the validation split (both arrays by name), and the vocabularies of their
     ids."""
-    # All draws come from the seed: `dphybrid check recipe` prepares twice and compares the bytes.
+    # All draws come from the seed: `dphybrid.testing.check_recipe` prepares twice and compares the bytes.
     random = np.random.default_rng(seed)
     frame = _made_up(random) if data.path is None else _ratings(Path(data.path))
     is_valid = pl.Series(random.permutation(len(frame)) < max(1, round(data.valid_fraction * len(frame))))

@@ -23,7 +23,7 @@ class NewRecipe(Recipe):
     model = Options
     # Defaults of the `train` section, where they differ from dphybrid's.
     train = {"epochs": 4, "batch_size": 64, "lr": 0.02}
-    # Rows that `dphybrid check recipe` predicts; one has an item that training does not know.
+    # Rows that `dphybrid.testing.check_recipe` predicts; one has an item that training does not know.
     example = {"user": ["user 1", "user 2"], "item": ["item 1", "an item without ratings"]}
 
     def rows(self, data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:

@@ -1,7 +1,5 @@
 """Products, steps and predictions have the same bits wherever in memory their inputs lie."""
 
-import os
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +8,6 @@ from dphybrid.embedding import HostEmbedding, RowPipeline, dense_parameters, row
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.ctr.model import DLRM, Sizes
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers
-from tests.commands import python
 from tests.shifting import shift_parameters, shifted
 
 
@@ -62,17 +59,3 @@ def test_losses_of_training_and_predictions(devices: str, mode: str) -> None:
             found.append([torch.stack(losses), *(model.eval()(batch) for batch in batches)])
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
-
-
-@pytest.mark.nightly
-def test_doctor_says_when_the_setting_came_too_late() -> None:
-    """Whether products depend on memory at all is the processor's: the test asks it without the setting."""
-    doctor = "from dphybrid.cli.main import main; main(['doctor'])"
-    differ = "import torch; from tests.shifting import shifted; a, b = torch.rand(2, 5), torch.rand(5, 20)\n"
-    differ += "print(len({repr((shifted(a.double(), 8 * n) @ b.double()).tolist()) for n in range(8)}) > 1)"
-    env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
-    depends = "True" in python("-c", differ, env=env).stdout
-    late = python("-c", f"import torch; torch.ones(2, 2) @ torch.ones(2, 2); {doctor}", env=env).stdout
-    assert ("BAD  products: their last bits depend" in late) is depends
-    assert ("MKL_CBWR was set after the first product" in late) is depends
-    assert "ok   products: the same bits" in python("-c", doctor, env=env).stdout

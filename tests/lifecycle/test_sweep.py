@@ -10,10 +10,10 @@ import optuna
 import pytest
 
 from dphybrid.cli.sweep import _new_name
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import sweep as sweeping
-from dphybrid.lifecycle.cells import Cell, CellFailed, Result, failures, run_cell
-from dphybrid.lifecycle.sweep import Sweep, run_sweep
+from dphybrid.lifecycle.sweep import Result, RunFailed, Sweep, failures, run_sweep, train_apart
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.pages import Report
 from dphybrid.util.stop import StopRequest
@@ -41,23 +41,23 @@ class Sweeps:
         self.failing = set[str]()
         self.histories: dict[str, list[dict[str, float]]] = {}
 
-    def run_cell(self, cell: Cell, folder: Path, *given: Any) -> Report:
+    def train_apart(self, name: str, config: ExperimentConfig, folder: Path, *given: Any) -> Report:
         *_, stop, enough = given
-        self.trained.append(cell.name)
+        self.trained.append(name)
         if len(self.trained) == self.dies_at:
             raise SystemExit("killed")
         if len(self.trained) == self.stops_at:
             stop.ask("the test")
-            raise CellFailed("stopped", final=True)
-        if cell.name in self.failing:
-            raise CellFailed(f"{cell.name} fails", final=False)
-        accuracy = 1 - cell.config.train.lr
+            raise RunFailed("stopped")
+        if name in self.failing:
+            raise RunFailed(f"{name} fails")
+        accuracy = 1 - config.train.lr
         for _ in range(3):
-            self.histories.setdefault(cell.name, []).append({"validation accuracy": accuracy})
+            self.histories.setdefault(name, []).append({"validation accuracy": accuracy})
             if enough():
-                raise CellFailed("ended", final=True)
+                raise RunFailed("ended")
         report = some_report(metrics={"accuracy": accuracy})
-        report.write(folder / f"{cell.name}.json")
+        report.write(folder / f"{name}.json")
         return report
 
     def go(
@@ -71,7 +71,7 @@ class Sweeps:
 @pytest.fixture
 def sweeps(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
     found = Sweeps()
-    monkeypatch.setattr(sweeping, "run_cell", found.run_cell)
+    monkeypatch.setattr(sweeping, "train_apart", found.train_apart)
     monkeypatch.setattr(sweeping, "complete_checkpoints", lambda folder: [folder])
 
     def read_state(folder: Path) -> Any:
@@ -104,10 +104,10 @@ def test_runs_below_the_median_end_early(sweeps: Sweeps) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_each_cell_of_a_grid_is_trained_once_and_failed_ones_again(sweeps: Sweeps, at_once: int) -> None:
-    sweeps.failing = {"s-2-lr0.01-b64", "s-5-lr0.03-b32"}
+    sweeps.failing = {"s-2-lr0.01-batch_size64", "s-5-lr0.03-batch_size32"}
     results = sweeps.go(GRID, at_once=at_once)
     names = [
-        f"s-{n}-lr{lr}-b{b}"
+        f"s-{n}-lr{lr}-batch_size{b}"
         for n, (lr, b) in enumerate([(r, s) for r in GRID["train.lr"] for s in (32, 64)], 1)
     ]
     assert sorted(sweeps.trained) == names
@@ -148,7 +148,7 @@ def test_a_sweep_goes_on_with_the_same_values_only(sweeps: Sweeps) -> None:
         (GRID, ["recipe=toy"], 0, "recipe: digits -> toy"),
         (GRID, ["train.seed=7"], 0, "train.seed: 0 -> 7"),
         ({**GRID, "train.lr": [0.01, 0.02]}, [], 0, r"grid train.lr: \[0.01, 0.02, 0.03\] -> \[0.01, 0.02\]"),
-        ({"train.lr": [0.01, 0.02, 0.03]}, [], 0, "grid train.batch_size: .* -> not the same"),
+        ({"train.lr": [0.01, 0.02, 0.03]}, [], 0, "grid train.batch_size: .* -> not given"),
         (GRID, [], 5, "kind: grid -> search"),
     ):
         with refused(
@@ -159,14 +159,14 @@ def test_a_sweep_goes_on_with_the_same_values_only(sweeps: Sweeps) -> None:
 
 
 def test_the_same_sweep_runs_once_at_a_time(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, goes_on, run_cell = threading.Event(), threading.Event(), sweeps.run_cell
+    began, goes_on, train = threading.Event(), threading.Event(), sweeps.train_apart
 
     def slowly(*given: Any) -> Report:
         began.set()
         assert goes_on.wait(60)
-        return run_cell(*given)
+        return train(*given)
 
-    monkeypatch.setattr(sweeping, "run_cell", slowly)
+    monkeypatch.setattr(sweeping, "train_apart", slowly)
     first = threading.Thread(target=sweeps.go, args=(GRID,))
     first.start()
     assert began.wait(60)
@@ -186,7 +186,7 @@ def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
         ({"train.lr": {"low": -1, "high": 1}}, 2, "train.lr=-1"),
         ({"train.lr": []}, 0, "give a list of values"),
         ({"train.lr": "0.1"}, 2, "give a list of values, or low and high"),
-        ({"train.epochs": [1, -1]}, 0, "cell 2 .train.epochs=-1.*train.epochs"),
+        ({"train.epochs": [1, -1]}, 0, "grid: .train.epochs=-1.*train.epochs"),
         ({"train.seed": list(range(380))}, 0, "380 combinations"),
     ):
         with refused(words):
@@ -201,8 +201,17 @@ def test_sweeps_that_begin_in_the_same_second_have_names_of_their_own() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_pruned_run_is_not_tried_again(data_dir: Path, tmp_path: Path) -> None:
-    cell = Cell(name="c", values={}, config=build_config({"recipe": "toy"}))
-    with pytest.raises(CellFailed) as failure:
-        run_cell(cell, tmp_path, load_settings(), {}, StopRequest(), enough=lambda: True)
-    assert failure.value.final
+def test_a_run_is_ended_once_it_is_enough(data_dir: Path, tmp_path: Path) -> None:
+    config = build_config({"recipe": "toy"})
+    with pytest.raises(RunFailed, match="^c ended with "):
+        train_apart("c", config, tmp_path, load_settings(), {}, StopRequest(), enough=lambda: True)
+
+
+def test_runs_that_other_metrics_measure_are_not_swept(data_dir: Path, tmp_path: Path) -> None:
+    rows = "".join(f"{n % 7},{n % 2},{n / 7}\n" for n in range(90))
+    (tmp_path / "t.csv").write_text("shop,sold,price\n" + rows)
+    config = build_config(
+        {"recipe": "ctr", "devices": "cpu", "data": {"path": str(tmp_path / "t.csv"), "label": "sold"}}
+    )
+    with refused("grid: its runs are measured by auc and rmse; give values with one deciding metric"):
+        run_sweep(Sweep("s", config, {"data.label": ["sold", "price"]}), load_settings(), StopRequest())

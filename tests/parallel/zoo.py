@@ -1,5 +1,5 @@
-"""Small networks of many kinds, each made by a function without arguments, for the tests and for
-`dphybrid check`. And helpers: a module made of a function, and replicas that run in threads on the CPU."""
+"""Small networks of many kinds, each made by a function without arguments, for the tests of
+`check_split`. And helpers: a module made of a function, and replicas that run in threads on the CPU."""
 
 from collections.abc import Callable
 from typing import Any

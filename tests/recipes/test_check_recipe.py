@@ -1,8 +1,8 @@
-"""`dphybrid check recipe` finds what breaks, one recipe for each way, and says what to do."""
+"""`check_recipe` finds what breaks, one recipe for each way, and says what to do."""
 
 import contextlib
 import io
-import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from dphybrid.newrecipe.model import Network, compute
 from dphybrid.newrecipe.recipe import NewRecipe
 from torch import Tensor
 
-from dphybrid.cli.main import main
 from dphybrid.recipes import Recipe, Task
-from dphybrid.util.alive import process_name
-from tests.commands import command
+from dphybrid.recipes.configs import build_config
+from dphybrid.testing import check_recipe
+from dphybrid.util.errors import UserError
 
 
 class Sound(NewRecipe):
@@ -98,17 +98,6 @@ class _Centred(torch.nn.Bilinear):
         return found - found.mean(0)
 
 
-class _CentredInEvaluation(_Centred):
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return torch.nn.Bilinear.forward(self, left, right) if self.training else super().forward(left, right)
-
-
-class _AcrossInEvaluation(Network):
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self.region.module = _CentredInEvaluation(8, 8, 1)
-
-
 class _AcrossTheBatch(Network):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -116,7 +105,7 @@ class _AcrossTheBatch(Network):
 
 
 NETWORKS = [_FailsInTraining, _DrawsUnseeded, _Counts, _CountsAhead, _Unannounced]
-NETWORKS += [_AcrossTheBatch, _AcrossInEvaluation]
+NETWORKS += [_AcrossTheBatch]
 for _net in NETWORKS:  # a recipe of each one's name
     _name = _net.__name__.removeprefix("_")
     globals()[_name] = type(_name, (Sound,), {"net": _net, "__module__": __name__})
@@ -135,66 +124,42 @@ class Mute(Sound):
     predict = Recipe.predict
 
 
-def found_in(name: str) -> dict[str, tuple[str, str]]:
-    """The state and the words of each check that was run."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        main(["check", "recipe", f"{__name__}:{name}"])
-    lines = out.getvalue().splitlines()
-    return {line[7:21].strip(): (line[:7].strip(), line[21:]) for line in lines}
+def check(name: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        check_recipe(f"{__name__}:{name}")
 
 
 @pytest.mark.parametrize(
-    ("name", "check", "words"),
+    ("name", "error", "words"),
     [
-        ("FailsToRead", "prepare", "KeyError: 'ratings' (test_check_recipe.py, line"),
-        ("OtherData", "prepare twice", "draw all random numbers from the seed"),
-        ("NoSuchOutput", "evaluate", "reads 'stars', which neither batches nor outputs have"),
-        ("FailsInTraining", "train", "RuntimeError: the shapes do not fit (test_check_recipe.py, line"),
-        ("DrawsUnseeded", "train twice", "dphybrid.data.DrawnDataset"),
-        ("Counts", "resume", "keep all state that training changes in parameters, buffers or optimizers"),
-        ("CountsAhead", "pipeline", "table_ids must return the ids that forward looks up"),
-        ("AcrossTheBatch", "devices", "computes across the batch"),
-        ("AcrossInEvaluation", "devices", "computes across the batch"),
-        ("Forgets", "predict", "draw no random numbers in evaluation mode"),
-        ("FailsToPredict", "predict", "the rows have no column 'item'; columns: user"),
+        ("FailsToRead", KeyError, "ratings"),
+        ("OtherData", UserError, "draw all random numbers from the seed"),
+        ("NoSuchOutput", UserError, "reads 'stars', which neither batches nor outputs have"),
+        ("FailsInTraining", RuntimeError, "the shapes do not fit"),
+        ("DrawsUnseeded", UserError, "draw random numbers from torch"),
+        ("Counts", UserError, "resuming gives other weights"),
+        ("CountsAhead", UserError, "prefetching gives other weights"),
+        ("AcrossTheBatch", UserError, "computes across the batch"),
+        ("Forgets", UserError, "draw no random numbers in evaluation mode"),
+        ("FailsToPredict", UserError, "the rows have no column 'item'; columns: user"),
     ],
 )
-def test_what_breaks_is_named_with_its_remedy(name: str, check: str, words: str, data_dir: Path) -> None:
-    found = found_in(name)
-    assert found[check][0] == "BREAKS"
-    assert words in found[check][1]
-    before = list(found)[: list(found).index(check)]
-    assert [one for one in before if found[one][0] == "BREAKS"] == []
-
-
-def test_a_sound_recipe_holds_and_leaves_nothing_behind(data_dir: Path) -> None:
-    nobody = process_name().replace(str(os.getpid()), str(2**22 + 1), 1)  # no process has this number
-    left = data_dir / "runs" / f".check-{nobody}-killed"
-    left.mkdir(parents=True)
-    lines = command("check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16").splitlines()
-    checks = ["prepare", "prepare twice", "evaluate", "train", "train twice", "resume"]
-    checks += ["pipeline", "devices", "predict"]
-    assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == checks
-    assert all(line.startswith("ok ") for line in lines)
-    assert "batches of 16" in lines[3]
+def test_what_breaks_is_named_with_its_remedy(
+    name: str, error: type[Exception], words: str, data_dir: Path
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        check(name)
     assert list((data_dir / "runs").iterdir()) == []
-    assert "BREAKS evaluate" in command("check", "recipe", f"{__name__}:NoSuchOutput", ends=1)
+
+
+@pytest.mark.parametrize("name", ["Sound", "Unannounced", "Mute"])
+def test_a_sound_recipe_holds_and_leaves_nothing_behind(name: str, data_dir: Path) -> None:
+    check(name)
+    assert list((data_dir / "runs").iterdir()) == []
 
 
 def test_a_table_predicts_for_its_first_rows(data_dir: Path, tmp_path: Path) -> None:
     rows = [f"{n},{'ab'[n % 3 // 2]},{int(n % 7 > 2)}" for n in range(300)]
     (tmp_path / "clicks.csv").write_text("\n".join(["n,shop,clicked", *rows]))
-    values = ["--data.path", str(tmp_path / "clicks.csv"), "--data.label", "clicked", "--model.dim", "4"]
-    lines = command("check", "recipe", "ctr", *values).splitlines()
-    assert [line.split()[0] for line in lines[-9:]] == ["ok"] * 9
-    assert "8 predictions of 8 rows" in lines[-1]
-
-
-def test_what_is_not_there_is_not_held_against_it(data_dir: Path) -> None:
-    state, words = found_in("Unannounced")["pipeline"]
-    assert state == "-"
-    assert "the ids are not known ahead" in words
-    state, words = found_in("Mute")["predict"]
-    assert state == "-"
-    assert "define predict(model, rows, vocabularies)" in words
+    data = {"path": str(tmp_path / "clicks.csv"), "label": "clicked"}
+    check_recipe(build_config({"recipe": "ctr", "data": data, "model": {"dim": 4}}))

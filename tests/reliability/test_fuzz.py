@@ -273,12 +273,10 @@ def test_records(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: s
 
 COMMANDS = [
     "train",
-    "check",
     "prepare",
     "predict",
     "compare",
     "validate",
-    "rollback",
     "nonsense",
 ]
 FLAGS = [

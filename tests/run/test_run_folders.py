@@ -139,3 +139,22 @@ def test_an_installed_package_takes_no_commit_of_the_repository_around_it(
         run_with(*TOY, run_name=place)
         tags = [r["values"] for r in RecordFile(data_dir / "runs" / place).all() if r["op"] == "tags"]
         assert any("mlflow.source.git.commit" in values for values in tags) == (place == "checkout")
+
+
+def test_a_run_goes_on_with_the_data_that_was_prepared_for_it(data_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "days").mkdir()
+    rows = "".join(f"{n % 7},{n % 2}\n" for n in range(200))
+    (tmp_path / "days/1.csv").write_text("shop,sold\n" + rows)
+    values = [f"data.path={tmp_path}/days", "data.label=sold", "recipe=ctr", "devices=cpu"]
+    first = run_with(*values, "train.epochs=1", run_name="mine")
+    (tmp_path / "days/2.csv").write_text("shop,sold\n" + rows)
+    report = run_with(*values, "train.epochs=2", resume="mine")
+    assert report.digests["data"] == first.digests["data"]
+    assert len(list((data_dir / "prepared").glob("[!.]*"))) == 1
+
+
+@pytest.mark.parametrize("value", ["train.shuffle_rows=64", "train.overfit_batches=1", "train.seed=7"])
+def test_values_that_order_the_rows_of_an_epoch_stay_the_same(value: str, data_dir: Path) -> None:
+    run_with(*TOY, run_name="mine")
+    with refused(f"run mine was started with other values .{value.partition('=')[0]}: "):
+        run_with(*TOY, value, "train.epochs=3", resume="mine")

@@ -1,10 +1,8 @@
 """What was not recorded is told where people look, and what was refused is offered again."""
 
 import json
-import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile, of_metrics
 from dphybrid.tracking.sync import sync
-from dphybrid.util.alive import process_name
 from dphybrid.util.locks import FileLock
 from tests.commands import command, python
 from tests.stores import put_database
@@ -82,7 +79,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         tracker.log_checkpoints([card(tmp_path / str(number))], None)
         assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
         tracker.finish("FINISHED")
-    registry = Registry(tracker.tracking_uri, tmp_path / "champions")
+    registry = Registry(tracker.tracking_uri)
     for name in names:
         newest, champion = registry.newest(name), registry.champion(name)
         assert (newest.number, champion.number) == ("2", "1")
@@ -108,51 +105,13 @@ def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupte
     tracker.log_metrics({"valid/auc": 0.5}, 1)
     tracker.log_checkpoints([card(tmp_path / "1")], None)
     assert tracker.register("clicks", "uid-1", "challenger") == ""
-    registry = Registry(tracker.tracking_uri, tmp_path / "champions")
+    registry = Registry(tracker.tracking_uri)
     champion = registry.champion("clicks")
     assert champion is not None
-    assert registry.decide(champion, "", "kept: worse")
+    registry.decide(champion, "kept: worse")
     assert tracker.register("clicks", "uid-1", "challenger") == ""  # as a resumed run does
     assert registry.champion("clicks") is None
     tracker.finish("FINISHED")
-
-
-def test_two_machines_that_share_only_the_server_do_not_move_the_champion_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_database("mlflow", tmp_path / "mlflow.db")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    client = MlflowClient(uri, uri)
-    client.create_registered_model("m")
-    for _ in range(3):
-        client.create_model_version("m", str(tmp_path), run_id=None)
-    client.set_registered_model_alias("m", "champion", "1")
-    # A process of this machine, and one of another machine, that died while they decided.
-    for name, process in (
-        ("here", process_name().replace(f"{os.getpid()}-", "4194305-")),
-        ("far", "7-7-7-00000007-00000007"),
-    ):
-        client.set_registered_model_tag("m", f"dphybrid.deciding.{name}", process)
-    monkeypatch.setattr("dphybrid.tracking.models._CLAIM_S", 1.0)
-    set_alias = MlflowClient.set_registered_model_alias
-
-    def slowly(self: MlflowClient, *given: str) -> None:
-        time.sleep(0.3)  # between the look at the champion and its change
-        set_alias(self, *given)
-
-    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", slowly)
-
-    def decides(number: str) -> bool:
-        registry = Registry(uri, tmp_path / f"locks-{number}")
-        return registry.decide(registry.version("m", number), "1", "promoted: better")
-
-    with ThreadPoolExecutor() as machines:
-        moved = dict(zip("23", machines.map(decides, "23"), strict=True))
-    assert sorted(moved.values()) == [False, True], "the second has to compare with the first one's version"
-    model = client.get_registered_model("m")
-    assert moved[str(model.aliases["champion"])]
-    assert model.tags["dphybrid.former_champions"] == "1"
-    assert not [tag for tag in model.tags if tag.startswith("dphybrid.deciding.")]
 
 
 def test_a_registration_that_fails_is_told_and_not_reported_as_done(

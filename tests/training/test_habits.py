@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dphybrid.cli.main import make_parser
-from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.pages import ResultPage
 from dphybrid.training.tensor_file import read_tensors
-from tests.commands import command, run_with
+from tests.commands import run_with
 from tests.refusing import refused
 
 HYBRID = ["recipe=hybrid", "devices=cpu*2", "train.epochs=1", "train.patience=0", "model.dtype=float64"]
@@ -55,29 +53,3 @@ def test_a_model_learns_one_batch_by_heart(data_dir: Path, unrecorded: None) -> 
     page = ResultPage.read(data_dir / "runs" / report.run_name / "result.json")
     assert (page.steps, page.steps_per_epoch) == (60, 1)
     assert page.history[-1]["train loss"] < 0.05 * page.history[0]["train loss"]
-
-
-def test_every_recipe_tries_everything_on_one_batch(tmp_path: Path, data_dir: Path) -> None:
-    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
-    (tmp_path / "rows.csv").write_text("a,y\n" + "".join(f"{n % 7},{n % 7 > 3:d}\n" for n in range(200)))
-    triples = "".join(f"e{n % 20}\tr{n % 3}\te{n * 7 % 19}\n" for n in range(200))
-    (tmp_path / "triples.txt").write_text(triples)
-    given = {"text": ["text.txt"], "ctr": ["rows.csv", "--data.label", "y"], "kge": ["triples.txt"]}
-    for name in BUILT_IN:
-        path = [f"{tmp_path}/{given[name][0]}", *given[name][1:]] if name in given else []
-        data = ["--data.path", *path] if path else []
-        assert "Everything works" in command("train", "--recipe", name, *data, "--fast-dev-run"), name
-
-
-def test_a_fast_run_tries_everything_and_keeps_no_run(data_dir: Path) -> None:
-    told = command("train", "--recipe", "hybrid", "--devices", "cpu*2", "--fast-dev-run")
-    assert told.endswith("Only prepared data was kept\n")
-    assert list((data_dir / "runs").iterdir()) == []
-    assert not (data_dir / "mlflow").exists()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dphybrid.run.train.evaluate_run", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            make_parser().parse(["train", "--recipe", "toy", "--devices", "cpu", "--fast-dev-run"]).run()
-    assert list((data_dir / "runs").iterdir()) == []
-    words = command("train", "--recipe", "toy", "--fast-dev-run", "--resume", "x", ends=2)
-    assert "takes no --resume x" in words

@@ -1,4 +1,4 @@
-"""Requests to servers: the token, an own certificate, a proxy for others, and the server's clock."""
+"""Requests to servers: the token, an own certificate, and a proxy for others."""
 
 import os
 import ssl
@@ -6,10 +6,8 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from time import time
 
 import pytest
 
@@ -17,21 +15,20 @@ from dphybrid.cli.doctor import _mlflow_server
 from dphybrid.config.settings import Settings
 from dphybrid.tracking.tracker import Server
 from dphybrid.tracking.writer import create_run
-from dphybrid.util.asking import ask, clock_check
+from dphybrid.util.asking import ask
 from tests.commands import python
 from tests.refusing import refused_with
 
 
 @contextmanager
-def serving(behind_s: float = 0, certificate: Path | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Yield a server's address and the Authorization of each request. behind_s: its clock's difference."""
+def serving(certificate: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield a server's address and the Authorization of each request."""
     asked = list[str]()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.headers.get("Authorization", ""))
             self.send_response_only(200 if asked[-1] != "Bearer wrong" else 401)
-            self.send_header("Date", formatdate(time() - behind_s, usegmt=True))
             self.end_headers()
             self.wfile.write(b"{}")
 
@@ -59,14 +56,6 @@ def test_the_doctor_sends_the_token_and_takes_a_slash(monkeypatch: pytest.Monkey
             passed, told = _mlflow_server(Settings(tracking_uri=f"{address}/"))
             assert (passed, asked[-1]) == (good, f"Bearer {token}")
             assert ("_TOKEN" in told) != good
-
-
-@pytest.mark.parametrize(("behind_s", "words"), [(0, ""), (180, "180 s ahead of"), (-3600, "3600 s behind")])
-def test_clocks_that_differ_are_told(behind_s: float, words: str) -> None:
-    with serving(behind_s) as (address, _):
-        good, told = clock_check("answers", ask(address))
-    assert good == (not words)
-    assert words in told.replace("181 s", "180 s").replace("179 s", "180 s").replace("3599", "3600")
 
 
 def test_a_server_with_an_own_certificate_is_trusted_where_mlflow_trusts_it(

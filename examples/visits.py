@@ -1,5 +1,7 @@
-"""A made-up table for first steps: visits of a shop's pages, with what real tables have - ids, dates, lists,
-money, quoted texts, missing values - and a label that depends on several of them.
+"""Writes a made-up table for first steps: visits of a shop's pages, with what real tables have - ids, dates,
+lists, money, quoted texts, missing values - and a label that depends on several of them.
+
+python examples/visits.py    # visits.csv, visits-new.csv (later rows without the label), visits-answers.csv
 
 Letters: B rows, U users, C cities.
 """
@@ -58,3 +60,16 @@ def visits(num_rows: int, seed: int) -> pl.DataFrame:
         keep_B = pl.Series(random.random(num_rows) >= share)
         frame = frame.with_columns(pl.when(keep_B).then(name))
     return frame
+
+
+def write(num_rows: int = 20_000, num_new: int = 2_000) -> None:
+    """Write the three files into the working folder."""
+    rows = visits(num_rows + num_new, seed=0)
+    later = rows.tail(num_new)
+    rows.head(num_rows).write_csv("visits.csv")
+    later.drop("clicked").write_csv("visits-new.csv")
+    later.write_csv("visits-answers.csv")
+
+
+if __name__ == "__main__":
+    write()
