@@ -124,8 +124,7 @@ def _with_frames(
     names = {"path": "data", "valid_path": "valid", "test_path": "test"}
     frames = {part: as_frame(table, names[part]) for part, table in framed.items()}
     schemas = {part: frame.collect_schema().names() for part, frame in frames.items()}
-    data = config.data.found_in(schemas["path"]) if "path" in schemas else config.data
-    named, ignored = data.named_columns, {part: data.left_out(names) for part, names in schemas.items()}
+    ignored = {part: config.data.left_out(names) for part, names in schemas.items()}
     # All frames are checked before any is written.
     for part, frame in frames.items():
         columns = check_frame(frame, names[part], ignored[part])

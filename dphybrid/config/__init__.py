@@ -78,10 +78,6 @@ class DataConfig(Section):
         """The columns that this section names, as pairs of field and column."""
         return []
 
-    def found_in(self, columns: Sequence[str]) -> Self:
-        """Return the section with what its fields name in a table of these columns, where that is clear."""
-        return self
-
     def left_out(self, columns: Sequence[str]) -> Sequence[str]:
         """Return the columns that are not read: all that no field names."""
         named = {column for _, column in self.named_columns}

@@ -251,36 +251,6 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
     assert pl.read_parquet(run.config.data.path).columns == ["user", "item", "country", "day"]
 
 
-def test_columns_of_users_and_items_are_found_by_their_names(
-    unrecorded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_rows(tmp_path / "rows.csv", num_rows=200)
-    plain = pl.read_csv(tmp_path / "rows.csv").select("user", "item", rating="day", user_agent="country")
-    given = {"recipe": "retrieval", "epochs": 1, "devices": "cpu"}
-    wanted = dphybrid.train(plain, **given, quiet=True).recommend(["u1", "nobody"], k=3)
-    frame = plain.rename({"user": "userId", "item": "Movie_ID"})
-    frame.write_csv(tmp_path / "named.csv")
-    capsys.readouterr()
-    for data in (frame, str(tmp_path / "named.csv"), plain.rename({"item": "movie"})):
-        run = dphybrid.train(data, **given)
-        assert "by their names; --data.user and --data.item override this" in capsys.readouterr().out
-        assert run.recommend(["u1", "nobody"], k=3).equals(wanted)
-        column = run.predictor._user
-        (tmp_path / "who.csv").write_text(f"{column}\nu1\nnobody\n")
-        run.predictor.predict_file(tmp_path / "who.csv", tmp_path / "top.parquet", top=3)
-        assert pl.read_parquet(tmp_path / "top.parquet").equals(wanted)
-        assert run.predictor.predict({column: ["u1"]})["user"].to_list() == ["u1"] * 10
-    # Two that fit, or one that does not: nothing is guessed.
-    for columns in (frame.with_columns(customer=pl.lit("c")), frame.rename({"Movie_ID": "order_id"})):
-        with refused("has no such column"):
-            dphybrid.train(columns, **given)
-        columns.write_csv(tmp_path / "odd.csv")
-        with refused("has no column"):
-            dphybrid.train(str(tmp_path / "odd.csv"), **given)
-    with refused("has no such column"):  # a name that was given is not replaced
-        dphybrid.train(frame, user="users", **given)
-
-
 def test_a_user_is_found_by_a_number_of_any_type(unrecorded: None, tmp_path: Path) -> None:
     """As numpy has it in a frame's cells, and pandas beside a missing one."""
     frame = pl.DataFrame(

@@ -1,8 +1,7 @@
 """Recipe retrieval: predicts which items a user will want next, by the items met so far."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -20,15 +19,6 @@ _Numbers = Annotated[
     tuple[Annotated[int, Field(ge=1, le=1000)], ...],
     BeforeValidator(lambda v: [part for part in v.split(",") if part.strip()] if isinstance(v, str) else v),
 ]
-
-_WORDS = {
-    "user": {"user", "customer", "client", "visitor", "member", "reviewer"},
-    "item": {
-        *("item", "movie", "film", "video", "product", "article", "book", "isbn", "song", "track", "artist"),
-        *("game", "recipe", "restaurant", "business", "hotel", "course", "app"),
-    },
-}
-"""Names of columns that hold users or items, with or without `id` behind them."""
 
 FULL_ITEMS = 100_000
 """With at most this many items model.softmax=auto compares with all of them."""
@@ -51,11 +41,9 @@ class RetrievalDataConfig(RowFiles):
     """Your interactions, one per row: CSV, TSV or Parquet; a file, a folder of files, or a pattern. Empty: a
     generated sample."""
     user: str = "user"
-    """Column with the user: its name, or its position 0, 1, ... in a file without a header. If the table has
-    no column user, one that is named like users, such as userId or customer_id."""
+    """Column with the user: its name, or its position 0, 1, ... in a file without a header."""
     item: str = "item"
-    """Column with the item. If the table has no column item, one that is named like items, such as movieId or
-    product_id."""
+    """Column with the item."""
     user_features: Names = ()
     """Columns with categories of the user, separated by commas; the value of a user's last training row is
     used."""
@@ -107,22 +95,6 @@ class RetrievalDataConfig(RowFiles):
         ]
         time = [] if self.time is None else [("time", self.time)]
         return [("user", self.user), ("item", self.item), *features, *time]
-
-    def found_in(self, columns: Sequence[str]) -> Self:
-        """Return the config with the columns of users and of items that a table has under other names, such
-        as userId and movieId: if the table lacks the default name, and exactly one column is named like
-        users or items."""
-        others = {name for field, name in self.named_columns if field not in _WORDS}
-        found = {}
-        for field, words in _WORDS.items():
-            if getattr(self, field) in columns:
-                continue
-            plain = {c: re.sub(r"[^a-z]", "", c.lower()).removesuffix("id") for c in columns}
-            fitting = [c for c in columns if plain[c] in words and c not in others]
-            if getattr(self, field) != field or len(fitting) != 1:
-                return self
-            found[field] = fitting[0]
-        return self.model_copy(update=found)
 
 
 class RetrievalModelConfig(ModelConfig):

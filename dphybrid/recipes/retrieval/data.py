@@ -9,7 +9,7 @@ that a user has met.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -26,7 +26,6 @@ from dphybrid.data.table.files import (
     Rejected,
     check_rejected,
     find_files,
-    names_of,
     partitions,
     read_rows,
 )
@@ -142,22 +141,7 @@ class _InteractionSource:
         if not self.read_files:
             forms = {"user": Form(), "item": Form()}
             return self._content(sample(self.seed), None, [], [], forms)
-        source = replace(self, data=self.data.found_in(names_of(self.read_files[0], self.data, self._named)))
-        return source._of_files(progress, scratch, found=source.data != self.data)
-
-    @property
-    def _named(self) -> list[str]:
-        """The columns that the user names, by which a header is known."""
-        fields = type(self.data).model_fields
-        return [name for field, name in self.data.named_columns if name != fields[field].default]
-
-    def _of_files(self, progress: Progress, scratch: Path, found: bool) -> Content:
-        """Return what is prepared from the files. found: whether the columns were found by their names."""
-        d = self.data
         notes = list[str]()
-        if found:
-            by_name = f"users are in column {d.user!r}, items in {d.item!r}, by their names"
-            notes.append(f"{by_name}; --data.user and --data.item override this")
         forms = dict[str, Form]()
         rows, rejected = self._rows(self.read_files, scratch / "rows", forms, notes, progress)
         tested = None
@@ -165,6 +149,12 @@ class _InteractionSource:
             tested, odd = self._rows(self.test_files, scratch / "test", forms, notes, progress)
             rejected += odd
         return self._content(rows, tested, rejected, notes, forms)
+
+    @property
+    def _named(self) -> list[str]:
+        """The columns that the user names, by which a header is known."""
+        fields = type(self.data).model_fields
+        return [name for field, name in self.data.named_columns if name != fields[field].default]
 
     def _content(
         self,

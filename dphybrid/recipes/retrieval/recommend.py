@@ -80,9 +80,8 @@ class Recommender:
         """Names of the items in the order of their numbers, the most popular first."""
         assert isinstance(config.data, RetrievalDataConfig)
         self._config, self._model = config, model.eval()
-        # The config may have other names: training found the columns.
         info = read_state(self.checkpoint).info
-        self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
+        self._user, self._item = config.data.user, config.data.item
         self._forms = {name: Form(**form) for name, form in info["forms"].items()}
         self._reading, self._time = config.data, config.data.time
         self._no_value = self._reading.no_value
