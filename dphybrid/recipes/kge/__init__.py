@@ -21,8 +21,7 @@ class KgeDataConfig(DelimitedFiles):
 
     path: str | None = None
     """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
-    relation, tail, separated by tabs, commas or blanks. Also Parquet, Arrow, JSON lines, packed files, and
-    OpenKE's train2id.txt."""
+    relation, tail, separated by tabs, commas or blanks. Also Parquet, Arrow, JSON lines and packed files."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
     """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
     step reads and updates the whole table."""
@@ -46,7 +45,7 @@ class KgeModelConfig(ModelConfig):
 
 
 _SUFFIXES = (
-    *(text + packed for text in (".txt", ".tsv", ".csv", "", "2id.txt", ".jsonl") for packed in PACKED),
+    *(text + packed for text in (".txt", ".tsv", ".csv", "", ".jsonl") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather"),
 )
 
@@ -54,11 +53,6 @@ _SUFFIXES = (
 def files_of(folder: Path, part: str) -> list[Path]:
     """Return the files of a folder that may be the split `part`, such as train.txt, train.tsv, ..."""
     return [file for suffix in _SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
-
-
-def is_openke(file: Path) -> bool:
-    """Return whether a file's name is OpenKE's for triples of numbers in the order head, tail, relation."""
-    return file.name.split(".")[0].endswith("2id")
 
 
 class Kge(Recipe):
