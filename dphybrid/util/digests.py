@@ -1,18 +1,15 @@
 """Checksums of files and values, and the check of files against their checksums."""
 
-import ast
 import hashlib
 import inspect
 import json
+import marshal
 import os
 import stat
-import sys
-import textwrap
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import CodeType, ModuleType
 
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
@@ -42,57 +39,25 @@ def value_digest(value: object) -> str:
 
 
 def code_digest(classes: Iterable[type]) -> str:
-    """Return the sha256 in hex of the code of classes and of their base classes; empty without any outside of
-    this package, whose code has a version. Comments and layout do not matter.
-
-    The code is the file of a class's module and those beside it that the module imports, however indirectly;
-    of a class in the running program its own lines, and of one without a file its compiled functions.
+    """Return the sha256 in hex of the files of the classes' modules and of their base classes'; of a class in
+    the running program its own lines. Empty without any class outside of this package, whose code has a
+    version.
     """
     package = __name__.partition(".")[0]
-    found: dict[str, str] = {}
+    codes: dict[str, str] = {}
     for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
         if cls.__module__.partition(".")[0] not in (package, "builtins", "abc", "typing", "pydantic"):
-            found[f"{cls.__module__}.{cls.__qualname__}"] = _code_of(cls)
-    return value_digest(found) if found else ""
+            codes[f"{cls.__module__}.{cls.__qualname__}"] = _code_of(cls)
+    return value_digest(codes) if codes else ""
 
 
 def _code_of(cls: type) -> str:
-    module = sys.modules.get(cls.__module__)
     try:
-        known = module is not None and cls.__module__ != "__main__" and hasattr(module, "__file__")
-        if known and module:
-            return "\n".join(_with_imports(module, {}).values())
-        return ast.dump(ast.parse(textwrap.dedent(inspect.getsource(cls))))
-    except (OSError, TypeError, SyntaxError):
-        functions = (getattr(each, "__func__", each) for each in vars(cls).values())
-        codes = [each.__code__ for each in functions if hasattr(each, "__code__")]
-        return repr([_compiled(code) for code in codes])
-
-
-def _with_imports(module: ModuleType, found: dict[str, str]) -> dict[str, str]:
-    """Return the code of a module and of the modules of its package, or of its folder, that it imports."""
-    found[module.__name__] = ""
-    tree = ast.parse(Path(inspect.getfile(module)).read_bytes())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            package = module.__package__ or ""
-            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            start = ".".join(part for part in (above, node.module) if part)
-            names |= {start, *(f"{start}.{alias.name}" for alias in node.names)}
-    home = Path(inspect.getfile(sys.modules[module.__name__.partition(".")[0]])).parent
-    for name in sorted(names - found.keys()):
-        other = sys.modules.get(name)
-        if other is not None and home in Path(getattr(other, "__file__", None) or "/").parents:
-            _with_imports(other, found)
-    found[module.__name__] = ast.dump(tree)
-    return dict(sorted(found.items()))
-
-
-def _compiled(code: CodeType) -> tuple[object, ...]:
-    """Return what a function does, without its file and line numbers."""
-    constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return code.co_name, code.co_code.hex(), code.co_names, constants
+        module = None if cls.__module__ == "__main__" else inspect.getmodule(cls)
+        return inspect.getsource(module or cls)
+    except (OSError, TypeError):  # typed into an interpreter
+        functions = filter(inspect.isfunction, vars(cls).values())
+        return repr([marshal.dumps(function.__code__) for function in functions])
 
 
 def copy_files(source: Path, target: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The digest of a reader's code follows what the reader imports from its own package or folder."""
+"""The digest of a reader's code follows the file of its module."""
 
 import importlib
 import sys
@@ -6,33 +6,27 @@ from pathlib import Path
 
 import pytest
 
+from dphybrid.config import ExperimentConfig
 from dphybrid.util.digests import code_digest
 
 
-@pytest.mark.parametrize(
-    ("reader", "imports", "helper"),
-    [
-        ("mine_a.py", "import mine_b", "mine_b.py"),
-        ("mine_p/reader.py", "from .cells import number", "mine_p/cells.py"),
-        ("mine_q/reader.py", "from mine_q import cells", "mine_q/cells.py"),
-    ],
-)
-def test_a_changed_helper_changes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, imports: str, helper: str
-) -> None:
+def test_a_changed_file_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for name in (reader, helper):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        if "/" in name:
-            (tmp_path / name).with_name("__init__.py").touch()
-    (tmp_path / reader).write_text(f"{imports}\nimport json\nclass Reader:\n    pass\n")
     digests = []
-    for line in ("number = 1\n", "number = 1  # the same\n", "number = 22\n"):
-        (tmp_path / helper).write_text(line)
-        for name in [name for name in sys.modules if name.startswith("mine_")]:
-            monkeypatch.delitem(sys.modules, name)
+    for line in ("number = 1\n", "number = 1\n", "number = 22\n"):
+        (tmp_path / "mine_a.py").write_text(f"{line}class Reader:\n    pass\n")
+        monkeypatch.delitem(sys.modules, "mine_a", raising=False)
         importlib.invalidate_caches()
-        module = importlib.import_module(reader.removesuffix(".py").replace("/", "."))
-        digests.append(code_digest([module.Reader]))
+        digests.append(code_digest([importlib.import_module("mine_a").Reader]))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_code_of_this_package_does_not_count_and_code_without_a_file_does() -> None:
+    assert code_digest([ExperimentConfig]) == ""
+    digests = []
+    for number in (1, 1, 2):
+        names: dict[str, object] = {"__name__": "page"}
+        exec(f"class Reader:\n    def read(self): return {number}\n", names)
+        digests.append(code_digest([names["Reader"]]))
     assert digests[0] == digests[1] != digests[2]
