@@ -31,6 +31,10 @@ SIZES = [20.5 + i for i in range(60)]
         (list(range(20)), {}, "multiclass", tuple(map(str, range(20)))),
         (["yes", "no"], {"task": "multiclass"}, "multiclass", ("no", "yes")),
         (["0.5", "1.5"], {}, "binary", ("0.5", "1.5")),
+        # A positive word is the positive class, which is last, also where it sorts first.
+        (["Click", "none"], {}, "binary", ("none", "Click")),
+        (["positive", "unknown"], {}, "binary", ("unknown", "positive")),
+        (["click", "none"], {"task": "multiclass"}, "multiclass", ("click", "none")),
         (list(range(21)), {}, "regression", ()),
         ([1, 2, 300], {}, "regression", ()),
         (SIZES, {}, "regression", ()),
