@@ -1,5 +1,5 @@
 """Writes a made-up table for first steps: visits of a shop's pages, with what real tables have - ids, dates,
-lists, money, quoted texts, missing values - and a label that depends on several of them.
+lists, prices, quoted texts, missing values - and a label that depends on several of them.
 
 python examples/visits.py    # visits.csv, visits-new.csv (later rows without the label), visits-answers.csv
 
@@ -51,7 +51,7 @@ def visits(num_rows: int, seed: int) -> pl.DataFrame:
         "city": [_CITIES[number] for number in city_B],
         "device": [_DEVICES[number] for number in device_B],
         "tags": ["|".join(tag for tag, has in zip(_TAGS, row, strict=True) if has) for row in has_tag],
-        "price": [f"${price:,.2f}" for price in price_B],
+        "price": [f"{price:.2f}" for price in price_B],
         "note": random.choice(_NOTES, num_rows).tolist(),
         "clicked": np.where(clicked_B, "yes", "no").tolist(),
     }

@@ -129,7 +129,7 @@ def _with_frames(
     for part, frame in frames.items():
         columns = check_frame(frame, names[part], ignored[part])
         for field, column in named:
-            if column not in columns:
+            if column not in columns and field != "ignore":
                 near = suggestion(column, columns)
                 raise UserError(f"{field}={column!r}: {names[part]} has no such column{near}")
     with naming(settings.data_dir):

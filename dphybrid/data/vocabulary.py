@@ -14,7 +14,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json, write_json
 
 NO_VALUE = 0
-"""The row of "no value": None, an empty text, and the padding of short lists."""
+"""The row of "no value": None, nan, pandas' NA and NaT, an empty text, and the padding of short lists."""
 _SUFFIX = ".vocabulary.json"
 
 
@@ -86,7 +86,13 @@ class Vocabulary:
 def _texts(values: object) -> list[str]:
     # As objects: numpy would make floats of [7, 7.5], and the text of 7 would be "7.0".
     flat = np.asarray(values, object).ravel().tolist()
-    return ["" if value is None else str(value) for value in flat]
+    return ["" if is_nothing(value) else str(value) for value in flat]
+
+
+def is_nothing(value: object) -> bool:
+    """Return whether an object means "no value": None, nan, or pandas' NA and NaT."""
+    missing = value is None or type(value).__name__ in ("NAType", "NaTType")
+    return missing or (isinstance(value, float) and value != value)
 
 
 def write_vocabularies(vocabularies: Mapping[str, Vocabulary], folder: Path) -> None:

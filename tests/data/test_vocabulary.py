@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import polars as pl
+import pytest
 
 from dphybrid.data import Vocabulary, read_vocabularies
 from dphybrid.data.vocabulary import write_vocabularies
@@ -26,6 +28,13 @@ def test_numbers_and_their_texts_are_the_same_value() -> None:
     ids = Vocabulary.fit(np.array([30, 20, 30]))
     assert ids.ids(pl.Series(["30", "20", "7"])).tolist() == [2, 3, 1]
     assert ids.ids([30, 20]).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("nothing", [None, "", float("nan"), np.float64("nan"), pd.NA, pd.NaT])
+def test_what_pandas_takes_for_no_value_is_none(nothing: object) -> None:
+    words = Vocabulary.fit(["a", nothing, "b", "a"])
+    assert words.values == ["a", "b"]
+    assert words.ids(np.array(["a", nothing], object)).tolist() == [2, 0]
 
 
 def test_without_values_all_are_hashed_alike_in_each_process() -> None:

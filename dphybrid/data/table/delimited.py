@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import gettempdir
 from typing import IO, Any, cast
 
 import polars as pl
@@ -72,6 +73,13 @@ class Dialect:
     @property
     def header(self) -> bool:
         return bool(self.options["header"])
+
+
+def _connect() -> Any:
+    """Return a connection to a database in memory, which loads nothing from the network."""
+    import duckdb
+
+    return duckdb.connect(config={"autoinstall_known_extensions": False, "temp_directory": gettempdir()})
 
 
 def packing_of(file: Path) -> str:
@@ -144,7 +152,7 @@ def read_csv(
 
     file = files[0]
     try:
-        with duckdb.connect() as connection:
+        with _connect() as connection:
             dialects = [dialect_of(file, data, named, as_text) for file in files]
             types = _joined(dialects)
             while True:
@@ -197,9 +205,8 @@ def dialect_of(file: Path, data: RowFiles, named: Sequence[str], as_text: bool =
 def _dialect(
     file: Path, _stamp: tuple[int, int], data: RowFiles, named: tuple[str, ...], as_text: bool
 ) -> Dialect:
-    import duckdb
 
-    with duckdb.connect() as connection:
+    with _connect() as connection:
         return _sniff(connection, file, data, named, as_text)
 
 
@@ -227,7 +234,7 @@ def _sniff(connection: Any, file: Path, data: RowFiles, named: Sequence[str], as
     mark = "." if data.decimal == "auto" else data.decimal
     found, columns = _sniffed(connection, file, given | {"decimal_separator": mark})
     raw = _first_row(connection, file, found, len(columns))
-    if "header" not in given and _is_header(raw, bool(found["header"]), named) != found["header"]:
+    if "header" not in given and _is_header(raw, bool(found["header"]), named, as_text) != found["header"]:
         given["header"] = not found["header"]
         found, columns = _sniffed(connection, file, given | {"decimal_separator": mark})
     if data.quote == "auto" and not found["quote"] and b'"' not in head:
@@ -316,11 +323,14 @@ def _words(
     ]
 
 
-def _is_header(row: Sequence[str], found: bool, named: Sequence[str]) -> bool:
-    """Return whether a file's first row names the columns. found: what DuckDB says."""
+def _is_header(row: Sequence[str], found: bool, named: Sequence[str], known: bool) -> bool:
+    """Return whether a file's first row names the columns. found: what DuckDB says. known: `named` are the
+    columns of an earlier file, which are numbers if that had no header."""
     names = [name for name in named if not name.isdigit()]
     if names:
         return found or all(name in row for name in names)
+    if known and named:
+        return False
     # DuckDB takes the empty cell above the index of a frame for a missing number.
     above_index = row[:1] == [""] and not any(re.match(r"[\d.-]|$", c) for c in row[1:])
     return found or (above_index and len(row) > 1)
@@ -479,7 +489,7 @@ def read_json(files: Sequence[Path], scratch: Path) -> list[Part]:
     import duckdb
 
     parts = []
-    with duckdb.connect() as connection:
+    with _connect() as connection:
         for number, file in enumerate(files):
             source = {"format": "newline_delimited", "sample_size": -1, "compression": packing_of(file)}
             scan = f"read_json({_path(file)}, {_arguments(source)})"

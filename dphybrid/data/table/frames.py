@@ -20,6 +20,7 @@ from polars.selectors import by_name  # takes names literally; select() reads `*
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.files import Rows, find_files, frame_digest, read_rows
 from dphybrid.data.table.values import is_odd
+from dphybrid.data.vocabulary import is_nothing
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import (
     check_target,
@@ -112,9 +113,8 @@ def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
             value = value.to_pydatetime()
         if isinstance(value, list | tuple | np.ndarray):
             return list(map(plain, value))
-        missing = value is None or type(value).__name__ in ("NAType", "NaTType")
         # nan would make floats of whole numbers, which hold them up to 2^53 only.
-        return None if missing or (isinstance(value, float) and value != value) else value
+        return None if is_nothing(value) else value
 
     found = list(map(plain, values))
     types = {type(value) for value in found} - {type(None)}

@@ -345,12 +345,15 @@ class Category(Column):
         return [(self.name, self.role, self.num_ids)]
 
     @cached_property
-    def _known(self) -> pl.Enum:
-        return pl.Enum(self.learned)  # cached, as making it takes time that grows with the number of texts
+    def _codes(self) -> pl.Expr:
+        """Expression for the places of a frame's column `value` among the learned texts, -1 for others.
+        Cached, as the time to give polars an Enum grows with the number of its texts."""
+        codes = pl.col("value").cast(pl.Enum(self.learned), strict=False).to_physical()
+        return codes.cast(pl.Int32).fill_null(-1)
 
     def ids(self, values: pl.Series) -> Array:
         """Return the id (B,) of each value (None: no value)."""
-        codes = values.cast(self._known, strict=False).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+        codes = values.alias("value").to_frame().select(self._codes).to_series().to_numpy()
         ids_B: Array = np.where(codes < 0, UNKNOWN_ID, codes + FIRST_ID).astype(np.int32)
         if self.hash_buckets:
             first = FIRST_ID + len(self.learned)
