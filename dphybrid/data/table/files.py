@@ -208,7 +208,12 @@ def _format_of(file: Path) -> str:
             raise UserError(
                 f"data.path={file}: is {what}, which is not supported; save the table as CSV or Parquet"
             )
-    return "json" if head_of(file).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{" else "csv"
+    text = head_of(file).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if text[:1] == b"{" and json_names(file):
+        return "json"
+    if text[:1] in (b"{", b"[") and ".json" in file.suffixes:
+        raise UserError(f"data.path={file}: is one JSON value; write JSON lines, with one object a line")
+    return "csv"
 
 
 def _arrow_part(file: Path, kind: str) -> Part:
