@@ -30,7 +30,7 @@ CHAINS: dict[str, list[tuple[str, set[str]]]] = {
         ("dphybrid.recipes.registry", {"torch", "pydantic"}),
     ],
     # what MLflow imports, and no torch: they only read and send records
-    "records": [("dphybrid.tracking.compare, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"})],
+    "records": [("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"})],
 }
 """Modules that a process imports one after the other, and what may be there then. Each may bring what the one
 before it brings, so that one process shows as much as a process for each of them."""

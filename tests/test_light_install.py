@@ -84,7 +84,6 @@ def test_python_trains_predicts_and_lists_runs(light: dict[str, str]) -> None:
 
 
 NEEDING = {
-    "compare one two": "mlflow",
     "ui": "mlflow",
     "worker": "flows",
     "deploy": "flows",

@@ -23,7 +23,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import FLOW_RUN_TAG, RunPage
 from dphybrid.run.train import run_job
-from dphybrid.tracking.record import RecordFile
+from dphybrid.tracking.record import RecordFile, read
 from dphybrid.tracking.tracker import embedded_uri
 from dphybrid.util.digests import SUMS, value_digest
 from tests.commands import command
@@ -124,8 +124,12 @@ def foreign(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         {"op": "register", "name": "theirs", "uid": "u", "alias": "challenger"},
     ):
         record.append(more)
-    record.release()
-    record.rewrite({**record.destination(), "tracking_uri": server.address})
+    record.close()
+    lines = [
+        {**line, "tracking_uri": server.address} if line["op"] == "run" else line for line, _ in read(folder)
+    ]
+    record.path.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
+    (folder / "record.sent").unlink()
     page = RunPage.read(folder / "run.json")
     tags = {"prefect.api_url": f"{server.address}/api", FLOW_RUN_TAG: "11111111-1111-4111-8111-111111111111"}
     page.model_copy(update={"tags": tags, "run_id": "0" * 32}).write(folder / "run.json")

@@ -1,53 +1,116 @@
-"""Compare runs in a table: metrics, speed, values that differ.
+"""Compare up to six runs of the data folder: final metrics, and the values in which they differ.
 
 examples:
   %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
-  %(prog)s --experiment dphybrid --group-by devices
-  %(prog)s --sweep nightly --group-by table.optimizer
+  %(prog)s --sweep nightly
+
+MLflow's own page compares curves, and any number of runs; the last line is its address.
 """
 
-from typing import ClassVar
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote
 
 from pydantic import Field
 
 from dphybrid.cli.parser import Command, Positional
+from dphybrid.config import flatten
+from dphybrid.config.own_runs import is_own
 from dphybrid.config.settings import load_settings
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.text import flag_text, printable
+
+if TYPE_CHECKING:
+    from dphybrid.run.folder import Run
+
+_MOST, _WIDTH = 6, 80
 
 
 class Flags(Command):
     """The flags of `compare`."""
 
-    shown_as: ClassVar[dict[str, str]] = {
-        "experiment": "NAME",
-        "sweep": "ID",
-        "group_by": "NAME",
-    }
+    shown_as: ClassVar[dict[str, str]] = {"sweep": "ID"}
     runs: Positional[list[str]] = Field(default=[], alias="RUN")
-    """MLflow ids or names of runs."""
-    experiment: str | None = None
-    """Experiment of the runs; without RUN: its newest 24 finished runs."""
+    """Names or MLflow ids of runs."""
     sweep: str | None = None
-    """Compare the runs of this sweep."""
-    group_by: str = "devices"
-    """Order runs by devices, or by a param such as train.batch_size."""
+    """Compare the newest finished runs of this sweep."""
 
     def run(self) -> int:
-        """Print a comparison of runs, and the address of MLflow's own."""
-        from dphybrid.tracking.compare import comparison_path, find_runs, read_runs, table_of
-        from dphybrid.tracking.opening import store_to_read
-        from dphybrid.tracking.tracker import ui_address
+        """Print the comparison, and the address of MLflow's own."""
+        from dphybrid.run.folder import all_runs, find_run
+        from dphybrid.tracking.tracker import SWEEP_TAG
 
         settings = load_settings()
-        experiment = settings.experiment if self.experiment is None else self.experiment
-        if not self.runs and self.sweep is None and self.experiment is None:
-            raise UserError("name runs to compare, or --experiment NAME, or --sweep ID (see --help)")
+        if not self.runs and self.sweep is None:
+            raise UserError("name runs to compare, or --sweep ID")
         if self.runs and self.sweep is not None:
             raise UserError(f"--sweep {self.sweep}: give a sweep or runs ({' '.join(self.runs)}), not both")
-        uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
-        runs = read_runs(uri, find_runs(uri, experiment, self.runs, self.sweep))
-        print(table_of(runs, self.group_by))
-        served = ui_address(uri)
-        where = "" if served else ", while `dphybrid ui --port 5000` runs"
-        print(f"\nCurves{where}: {served or 'http://127.0.0.1:5000'}/#{comparison_path(runs)}")
+        if self.sweep:
+            found = [run for run in all_runs(settings) if run.page.tags.get(SWEEP_TAG) == self.sweep]
+            chosen = [run for run in found if run.status == "finished"][-_MOST:]
+        else:
+            given = {name: find_run(settings, name) for name in dict.fromkeys(self.runs)}
+            for name in (name for name, run in given.items() if run is None):
+                known = [run.folder.name for run in all_runs(settings)] or ["none yet"]
+                raise UserError(f"{name}: there is no such run{suggestion(name, known)}")
+            chosen = [run for run in given.values() if run is not None]
+        if not 2 <= len(chosen) <= _MOST:
+            raise UserError(f"a comparison needs two to {_MOST} runs, and these are {len(chosen)}")
+        print("\n\n".join(tables(chosen)))
+        if curves := _curves(chosen):
+            print(f"\n{curves}")
         return 0
+
+
+def tables(runs: "Sequence[Run]") -> list[str]:
+    """Return final metrics and differing values of runs, each run in a column, as many side by side as 80
+    characters hold."""
+    from dphybrid.run.pages import MetricsPage
+    from dphybrid.tracking.html import number
+
+    rows: dict[str, list[str]] = {"run": [run.folder.name for run in runs]}
+    pages = [run.folder / "metrics.json" for run in runs]
+    ended = [MetricsPage.read(page) if page.is_file() else MetricsPage(metrics={}) for page in pages]
+    measured = [page.metrics | {f"test {name}": value for name, value in page.test.items()} for page in ended]
+    for name in dict.fromkeys(name for metrics in measured for name in metrics):
+        rows[name] = [number(metrics[name]) if name in metrics else "-" for metrics in measured]
+    configs = [flatten(run.page.config) | {"devices": run.page.devices} for run in runs]
+    for name in dict.fromkeys(name for config in configs for name in config):
+        texts = [flag_text(config.get(name)) or "-" for config in configs]
+        if len(set(texts)) > 1:
+            rows[name] = texts
+    title = max(map(len, rows))
+    columns = [[printable(row[n])[: _WIDTH - title - 2] for row in rows.values()] for n in range(len(runs))]
+    blocks, used = [[list(rows)]], title
+    for column in columns:
+        width = 2 + max(map(len, column))
+        if used + width > _WIDTH and len(blocks[-1]) > 1:
+            blocks, used = [*blocks, [list(rows)]], title
+        blocks[-1].append(column)
+        used += width
+    return ["\n".join(_lines(block)) for block in blocks]
+
+
+def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return columns side by side: the first one, of titles, to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
+
+
+def _curves(runs: "Sequence[Run]") -> str:
+    """Return where MLflow compares the curves; "" unless one MLflow has all of these runs, which are the data
+    folder's own: a page from elsewhere may name any server."""
+    from dphybrid.tracking.record import destination
+    from dphybrid.tracking.tracker import ui_address
+
+    there = [destination(run.folder) if is_own(run.folder, run.settings) else {} for run in runs]
+    noted = {each.get("tracking_uri", "") for each in there}
+    if len(noted) > 1 or not all(noted):
+        return ""
+    ids, experiments = [each["run_id"] for each in there], sorted({each["experiment_id"] for each in there})
+    page = f"#/compare-runs?runs={quote(json.dumps(ids))}&experiments={quote(json.dumps(experiments))}"
+    if served := ui_address(noted.pop()):
+        return f"Curves: {served}/{page}"
+    return f"Curves, while `dphybrid ui --port 5000` runs: http://127.0.0.1:5000/{page}"

@@ -1,9 +1,9 @@
-"""Send the records that MLflow missed while it was unreachable, and end runs whose process died.
+"""Copy to MLflow what it missed of the runs' records, and end runs whose process died.
 
-Training never waits for MLflow: its records are in the run's folder (record.jsonl). Run this when the
-server is back. Repeating it is safe, also while trainings run. Retrained models whose process died before it
-had compared them with the champion are compared now. The exit code is 1 when a record still waits or was
-lost, or a model could not be compared.
+Training never waits for MLflow: its record is in the run's folder (record.jsonl). Run this when the server is
+back. Repeating it is safe, also while trainings run. Retrained models whose process died before it had
+compared them with the champion are compared now. The exit code is 1 when MLflow still lacks a part of a
+record, or a model could not be compared.
 """
 
 from typing import ClassVar
@@ -20,10 +20,10 @@ class Flags(Command):
 
     shown_as: ClassVar[dict[str, str]] = {"wait": "SECONDS"}
     wait: float = 60.0
-    """How long sending each run may take."""
+    """How long copying each run may take."""
 
     def run(self) -> int:
-        """Send the waiting records; return 1 when one still waits or was lost, else 0."""
+        """Copy what waits; return 1 when MLflow still lacks something, else 0."""
         from dphybrid.tracking.sync import sync
 
         settings, arrived = load_settings(), list[bool]()
@@ -31,7 +31,7 @@ class Flags(Command):
         for name in sorted({page.parent.name for page in settings.runs_dir.glob("*/record.jsonl")}):
             if settings.runs_dir / name not in own:
                 print(printable(f"{name}: not sent: {why_foreign(settings, name)}"), flush=True)
-        where = own, settings.mlflow_dir, settings.mlflow_uri, settings.experiment
+        where = own, settings.mlflow_dir, settings.mlflow_uri
         for line, is_whole in sync(*where, UPLOAD_LIMIT, wait_s=self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)
@@ -44,5 +44,5 @@ class Flags(Command):
                 print(masked(f"{run.folder.name}: {line}"))
                 arrived.append(isinstance(decision, Decision))
         if not arrived:
-            print("Nothing to do: every record has arrived, and no run is left open.")
+            print("Nothing to do: MLflow has every record, and no run is left open.")
         return 0 if all(arrived) else 1

@@ -22,7 +22,8 @@ from pathlib import Path
 from pydantic import Field
 
 from dphybrid.cli.parser import Command, Positional
-from dphybrid.config.settings import load_settings
+from dphybrid.config.own_runs import is_own
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import shown_address
 
@@ -48,10 +49,9 @@ class Flags(Command):
         # Before MLflow is imported, which takes seconds: a taken --port is reported at once.
         port = None if uri.startswith("http") else _free_port(self.port)
 
-        from dphybrid.tracking.compare import page_path
         from dphybrid.tracking.ui_server import serving
 
-        page = page_path(uri, settings.experiment, self.run_name)
+        page = page_path(settings, self.run_name)
         if port is None:
             _show(f"{shown_address(uri).rstrip('/')}/#{page}", not self.no_browser)
             return 0
@@ -67,6 +67,26 @@ class Flags(Command):
                 return server.returncode
         except KeyboardInterrupt:
             return 0
+
+
+def page_path(settings: Settings, name: str | None) -> str:
+    """Return the part after `#` in the address of a run of the data folder (name or MLflow id), or of the
+    experiment of the newest one. Raises UserError if there is no such run in MLflow."""
+    from dphybrid.run.folder import all_runs, find_run
+    from dphybrid.tracking.record import destination
+    from dphybrid.tracking.tracker import run_path
+
+    found = find_run(settings, name) if name else None
+    runs = [found] if found else [] if name else all_runs(settings)[::-1]
+    for run in runs:
+        if is_own(run.folder, settings) and (there := destination(run.folder)):
+            experiment = str(there["experiment_id"])
+            page = f"/experiments/{experiment}/runs?workflowType=machine_learning"
+            return run_path(experiment, str(there["run_id"])) if name else page
+    if name:
+        what = "is not recorded in MLflow" if found else "there is no such run"
+        raise UserError(f"{name}: {what}; `dphybrid runs` lists the runs, MLflow's pages those of others")
+    return "/experiments?workflowType=machine_learning"
 
 
 def _free_port(wanted: int | None) -> int:

@@ -19,7 +19,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.run.folder import Run, all_runs, own_runs
 from dphybrid.run.pages import Report
 from dphybrid.tracking.opening import noted_store
-from dphybrid.tracking.record import RecordFile
+from dphybrid.tracking.record import addresses, waits
 from dphybrid.util.alive import alive, holding
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path, remove_folder
@@ -145,7 +145,8 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
                 if uri := _recorded_in(run, settings):
                     from dphybrid.tracking.removing import forget_run
 
-                    forget_run(uri, run.page.run_id)
+                    for run_id in {there["run_id"] for there in addresses(run.folder)}:
+                        forget_run(uri, run_id)
                 remove_folder(run.folder)
         except UserError as error:  # one run must not hold up the others
             yield f"{run.folder.name}: stays, {error}" if run.folder.exists() else f"{error}"
@@ -164,10 +165,11 @@ def _reason_to_keep(run: Run, settings: Settings, in_use: Callable[[str], Mappin
         return "it is running"
     if (uri := _recorded_in(run, settings)) is None:
         return ""
-    if why := in_use(uri).get(run.page.run_id):
-        return why
-    waits = RecordFile(run.folder).waits()
-    return "its records are not in MLflow yet; `dphybrid sync` sends them" if waits else ""
+    for there in addresses(run.folder):
+        if why := in_use(uri).get(there["run_id"]):
+            return why
+    why = "its record is not in MLflow yet; `dphybrid sync` copies it"
+    return why if waits(run.folder) else ""
 
 
 def _recorded_in(run: Run, settings: Settings) -> str | None:

@@ -26,7 +26,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectAlreadyExists, PrefectException
 from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
@@ -91,7 +91,7 @@ def refusal(error: BaseException) -> str:
 @contextmanager
 def reaching_server() -> Iterator[str]:
     """Yield the address of Prefect's server. Raises UserError if no address is set, or if the block finds
-    that nothing answers there as Prefect's API does."""
+    that nothing answers there as Prefect's API does, or that another command sets it up, too."""
     address = PREFECT_API_URL.value()
     if not address:
         raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
@@ -103,6 +103,10 @@ def reaching_server() -> Iterator[str]:
         raise UserError(
             f"PREFECT_API_URL={address}: no Prefect server answers there ({str(error)[:200]}); start one "
             "(`prefect server start`: its first start takes a while), or set its address, which ends in /api"
+        ) from error
+    except ObjectAlreadyExists as error:
+        raise UserError(
+            f"PREFECT_API_URL={address}: another command set it up meanwhile; try again"
         ) from error
 
 

@@ -4,10 +4,11 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +38,7 @@ from dphybrid.run.folder import (
 )
 from dphybrid.run.prepare import prepare
 from dphybrid.run.trainer import build_trained, set_up_process
-from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
+from dphybrid.tracking import Tracker, waiting
 from dphybrid.tracking.record import RECORD
 from dphybrid.tracking.tracker import FILES, FOLDER_TAG
 from dphybrid.training.callbacks import Callback, find_callbacks
@@ -139,10 +140,6 @@ def _begun(
     previous = experiment.found
     filled = bool(config.train.warm_start or (previous and complete_checkpoints(previous.checkpoints)))
     facts = _facts_of_model(experiment, devices, filled)
-    if previous:  # compare the devices in use: `auto` and the devices it resolved to are no change
-        was = previous.config.model_dump(mode="json") | {"devices": previous.page.devices}
-        changed = changed_values(was, config.model_copy(update={"devices": devices.text}))
-        given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
     # A new run gets its id from the server, so that must answer. A resumed run has an id and a record, which
     # is sent once the server is back.
     recorded = previous is not None and (previous.folder / RECORD).is_file()
@@ -251,18 +248,20 @@ def _recorded(
         FOLDER_TAG: str(run.folder.absolute()),
         "dphybrid.source_digest": data.manifest.source_digest,
     }
-    if run_id := page.run_id:
-        tracker.resume(run.folder.name, all_tags)
-    else:
-        values = {**flatten(page.config), "devices": shown, **facts}
-        # Metrics of runs can be compared only if they were measured on the same rows.
-        values |= {"valid.rows": len(data.dataset("valid")), "valid.digest": data.held_out[:12]}
-        values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
-        # MLflow stores params as text; a list is written as its command-line flag takes it: `a,b`.
-        params = {n: flag_text(v) if isinstance(v, list) else str(v) for n, v in values.items()}
-        what = f"`{config.recipe}` on prepared data `{data.path.name}`"
-        note = f"{what}; the report replaces this text when the run ends."
-        run_id = tracker.start(run.folder.name, params, all_tags, note)
+    values = {**flatten(page.config), "devices": shown, **facts}
+    # Metrics of runs can be compared only if they were measured on the same rows.
+    values |= {"valid.rows": len(data.dataset("valid")), "valid.digest": data.held_out[:12]}
+    values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
+    # MLflow stores params as text; a list is written as its command-line flag takes it: `a,b`.
+    params = {n: flag_text(v) if isinstance(v, list) else str(v) for n, v in values.items()}
+    what = f"`{config.recipe}` on prepared data `{data.path.name}`"
+    note = f"{what}; the report replaces this text when the run ends."
+    begin: Callable[..., str] = tracker.start
+    if page.run_id and experiment.found is not None:
+        # On other devices the same values go on.
+        changed = changed_values(experiment.found.page.config | {"devices": config.devices}, config)
+        begin = partial(tracker.resume, changed=bool(changed))
+    run_id = begin(run.folder.name, params, all_tags, note) or page.run_id
     tracker.log_dataset(
         name=data.path.name,
         digest=data.digest,

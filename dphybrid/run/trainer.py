@@ -4,7 +4,6 @@ session, trains, and writes the results, `result.json`."""
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, attached
 from dphybrid.run.pages import ResultPage
 from dphybrid.tracking import Tracker
-from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import (
     Progress,
@@ -73,7 +71,7 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
     with closing(record) as tracker, Display() as display:
         session = make_session(experiment, devices, trained, saver, tracker, stop, callbacks)
         # Before `restore`, because the observer's window of metrics is one of the restored states.
-        session.stateful["meter"] = seen = Observer(session, display)
+        session.stateful["meter"] = seen = Observer(session, display, devices.gpu_uuids)
         session.restore(states)
         if len(devices) > 1:
             # The exact words of PyTorch's tutorials on data parallelism.
@@ -85,15 +83,12 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
         if done:
             # The previous process may have ended after writing a checkpoint and before removing older ones.
             keep_checkpoints(session, trained.progress)
-        started = datetime.fromisoformat(run.page.created).timestamp()
-        system: dict[str, float] = {}
         try:
-            measured = system_metrics(tracker, started, devices.gpu_uuids)
-            with measured as system, saver, _threads(experiment, devices):
+            with saver, _threads(experiment, devices):
                 train(session, seen)
         finally:
             # Also after an interruption: the page then names the checkpoint to resume from.
-            result = _result_of(session, seen.times, system)
+            result = _result_of(session, seen.times, seen.system.means)
             if engine.leads:
                 _keep_outcome(run, tracker, result)
                 log_kept(session)

@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.record import Record
+from dphybrid.tracking.record import Line
 from dphybrid.tracking.tracker import CHAMPION_TAG, LEFT_OUT, safe_name
 from dphybrid.util.digests import SUMS, inside
 from dphybrid.util.errors import UserError
@@ -44,7 +44,7 @@ class CheckpointModels:
     def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str, upload_limit: int) -> None:
         self._client, self._uri, self._run_id, self._limit = client, tracking_uri, run_id, upload_limit
 
-    def reconcile(self, record: Record) -> None:
+    def reconcile(self, record: Line) -> None:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
         removed.
 
@@ -69,7 +69,7 @@ class CheckpointModels:
         for model in self._logged().values():
             self._remove(model)
 
-    def register(self, record: Record) -> None:
+    def register(self, record: Line) -> None:
         """Make the checkpoint `uid` a new version of the registered model `name`, and point `alias` to it."""
         model = self._logged().get(record["uid"])
         if model is None:
@@ -129,7 +129,7 @@ class CheckpointModels:
                 self._remove(model)
         return found
 
-    def _create(self, card: Record, dataset: list[str] | None) -> None:
+    def _create(self, card: Line, dataset: list[str] | None) -> None:
         run = self._client.get_run(self._run_id)
         model = self._client.create_logged_model(
             run.info.experiment_id,

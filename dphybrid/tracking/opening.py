@@ -3,13 +3,13 @@
 import importlib.util
 import logging
 import os
-import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from pathlib import Path
 
-from dphybrid.tracking.record import RecordFile
+from dphybrid.tracking.record import destination
 from dphybrid.tracking.tracker import EMBEDDED, FILES, Server, Tracker, embedded_uri
 from dphybrid.util.asking import ask
 from dphybrid.util.errors import UserError
@@ -18,26 +18,16 @@ from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
 from dphybrid.util.text import shown_address, without_secrets_of
 
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
-_DATABASES = ("postgresql", "mysql", "mssql")
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # The sender itself retries for ever, so each of the client's calls should fail soon.
+    # The copier itself retries for ever, so each of the client's calls should fail soon.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
 """Environment variables for MLflow's client; a value that the user has set wins."""
-_ADDRESSES = [
-    ("experiments", "artifact_location"),
-    ("runs", "artifact_uri"),
-    ("logged_models", "artifact_location"),
-    ("model_versions", "source"),
-    ("model_versions", "storage_location"),
-]
-"""Table and column of each address of artifacts in MLflow's database."""
 _REACH_SECONDS = 10
-"""How long to wait for the first answer of a server or database."""
+"""How long to wait for the first answer of a server."""
 
 
 def open_tracker(
@@ -67,7 +57,7 @@ def open_tracker(
     if _in_files(tracking_uri):
         return Tracker(runs)
     os.environ.update(_QUIET | os.environ)
-    if must_answer and tracking_uri is not None:
+    if must_answer and tracking_uri is not None and not tracking_uri.startswith("sqlite"):
         _check(tracking_uri)
     import_mlflow(tracking_uri)
     return Tracker(runs, Server(store_to_write(tracking_uri, store), experiment, store, upload_limit))
@@ -79,7 +69,7 @@ def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_l
     nothing. Raises UserError if the address cannot be used."""
     if tracking_uri == "none":
         return Tracker()
-    there, uri = RecordFile(run_folder).destination(), FILES
+    there, uri = destination(run_folder), FILES
     if there and tracking_uri != FILES and importlib.util.find_spec("mlflow") is not None:
         uri = noted_uri(there["tracking_uri"], tracking_uri, store)
     tracker = open_tracker(
@@ -95,31 +85,31 @@ def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_l
 
 
 def noted_uri(noted: str, tracking_uri: str | None, store: Path) -> str:
-    """Return the URI of the server or database that a run's record notes. tracking_uri: the user's own, which
-    may be the same one with its password. Raises UserError for an address whose password is not known, and
-    for a database that does not exist."""
+    """Return the URI of the server or database that an own run's record notes. tracking_uri: the user's own,
+    which may be the same one with its password. Raises UserError for an address whose password is not known,
+    and for a database that does not exist."""
     if noted == EMBEDDED:
         return embedded_uri(store)
     file = noted.partition("sqlite:///")[2]
     if file and "?" not in file and not Path(file).is_file():  # MLflow's client would make an empty one
         raise UserError(f"{noted}: there is no such database, although the run's record names it")
-    if "***" not in noted:
-        return noted
     if tracking_uri and shown_address(tracking_uri) == noted:
         return tracking_uri
-    raise UserError(f"set MLFLOW_TRACKING_URI to {noted} with its password")
+    if "***" in noted:
+        raise UserError(f"set MLFLOW_TRACKING_URI to {noted} with its password")
+    return noted
 
 
 def noted_store(run_folder: Path, tracking_uri: str | None, store: Path) -> str | None:
-    """Return the URI to ask about a run: the one that its record notes; None if it is not recorded in MLflow.
-    Raises UserError when that cannot be asked: the server does not answer, its password is not known, or the
-    address is damaged."""
-    there = RecordFile(run_folder).destination()
+    """Return the URI to ask about an own run: the one that its record notes; None if it is not recorded in
+    MLflow. Raises UserError when that cannot be asked: the server does not answer, its password is not known,
+    or another version of MLflow made the database."""
+    there = destination(run_folder)
     if not there:
         return None
     uri = noted_uri(there["tracking_uri"], tracking_uri, store)
-    if uri == embedded_uri(store):
-        return recorded_in(None, store)
+    if uri == embedded_uri(store) and recorded_in(None, store) is None:
+        return None
     _check(uri)
     return uri
 
@@ -156,10 +146,7 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
             f"{store}: no run is recorded there yet; train one first, or set DPHYBRID_TRACKING_URI or "
             "DPHYBRID_DATA_DIR"
         )
-    if tracking_uri is not None:
-        _check(tracking_uri)
-    if uri.startswith("sqlite"):
-        _check_version(uri)
+    _check(uri)
     return uri
 
 
@@ -178,8 +165,6 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
             "MLflow. To record in MLflow, pip install 'dphybrid[mlflow]' and unset "
             "DPHYBRID_TRACKING_URI=files"
         )
-    if tracking_uri is None:
-        follow_move(store)
     made = tracking_uri is not None or (store / "mlflow.db").is_file()
     return tracking_uri or embedded_uri(store) if made else None
 
@@ -189,34 +174,7 @@ def store_to_write(tracking_uri: str | None, store: Path) -> str:
     uri = tracking_uri or embedded_uri(store)
     if uri.startswith("sqlite"):
         make_database(uri, store)
-    if tracking_uri is None:
-        follow_move(store)
     return uri
-
-
-def follow_move(store: Path) -> None:
-    """Correct the addresses of the artifacts in the embedded database if the data folder was moved or copied
-    since: MLflow records absolute ones."""
-    file, here = store / "mlflow.db", (store / "artifacts").as_uri()
-    if not file.is_file():
-        return
-    with closing(sqlite3.connect(file, timeout=20)) as database:
-        try:
-            found = database.execute("SELECT DISTINCT artifact_location FROM experiments").fetchall()
-            # Only addresses that dphybrid gave to this store's experiments, wherever the store was then.
-            moved = [old for (old,) in found if f"{old}".endswith(f"/{store.name}/artifacts") and old != here]
-            if not moved:
-                return
-            with database:
-                for table, column in _ADDRESSES:
-                    for old in moved:
-                        database.execute(
-                            f"UPDATE {table} SET {column} = ? || substr({column}, ?)"  # noqa: S608 - constants
-                            f" WHERE {column} = ? OR substr({column}, 1, ?) = ?",
-                            (here, len(old) + 1, old, len(old) + 1, f"{old}/"),
-                        )
-        except sqlite3.OperationalError:  # no tables yet, or another MLflow's
-            return
 
 
 def make_database(uri: str, store: Path) -> None:
@@ -224,7 +182,6 @@ def make_database(uri: str, store: Path) -> None:
     would break the file. Raises UserError when they cannot be made."""
     from mlflow.tracking import MlflowClient
     from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import DBAPIError
 
     make_folder(store)
     url = make_url(uri)
@@ -237,87 +194,49 @@ def make_database(uri: str, store: Path) -> None:
             # MLflow keeps its connections by path, even to files that no longer exist.
             with scratch_folder(file.absolute().parent, ".mlflow-") as folder:
                 scratch = embedded_uri(folder) if own else str(url.set(database=str(folder / file.name)))
-                try:
+                with explained(str(file), "MLflow's tables cannot be made", "make room on its disk"):
                     MlflowClient(tracking_uri=scratch).get_experiment_by_name("Default")
-                except DBAPIError as error:
-                    raise UserError(
-                        f"{file}: MLflow's tables cannot be made ({error.orig}); make room on its disk"
-                    ) from error
                 (folder / file.name).replace(file)
         # For an existing file, too: if it is empty, this call makes the tables, which needs the lock.
-        _check_version(uri)
+        _check(uri)
 
 
-def _check_version(uri: str) -> None:
-    """Raise UserError for an SQLite store that another version of MLflow has made."""
+@contextmanager
+def explained(address: str, what: str, remedy: str) -> Iterator[None]:
+    """Raise UserError for an error of MLflow's or of its database. what: what failed there."""
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
-    except (MlflowException, DBAPIError, CommandError) as error:
-        why = " ".join(str(error).split()).partition(". ")[0][:200]
-        raise UserError(
-            f"{shown_address(uri)}: MLflow {version('mlflow')} cannot use this store ({why}); if another "
-            f"version made it, install that one, or copy the file and run `mlflow db upgrade {uri}`"
-        ) from error
+        yield
+    except (MlflowException, SQLAlchemyError, CommandError, ImportError) as error:
+        said = " ".join(str(getattr(error, "orig", None) or error).split()).partition(". ")[0]
+        why = without_secrets_of(address, said)[:200]
+        raise UserError(f"{shown_address(address)}: {what} ({why}); {remedy}") from error
 
 
 def _check(uri: str) -> None:
-    """Raise UserError for an address that MLflow does not take, and when nothing answers there."""
-    scheme = uri.partition("://")[0].partition("+")[0].lower()
-    known = (*_SCHEMES, *(point.name for point in entry_points(group="mlflow.tracking_store")))
+    """Raise UserError for a file store, when no server answers at an address of http, and for an SQLite store
+    of another version of MLflow."""
+    shown = shown_address(uri)
     if uri.startswith(("http://", "https://")):
-        _check_server(uri)
-    elif scheme == "file" or "://" not in uri:
+        answer = ask(f"{uri.rstrip('/')}/health", timeout_s=_REACH_SECONDS)
+        # With a status the server is up, although it may refuse this request; MLflow's client reports why.
+        if not answer.status:
+            raise UserError(
+                f"MLflow server {shown}: {without_secrets_of(uri, answer.wrong)}; start it, correct the "
+                "address, unset it for the embedded store, or record nothing with --tracking none"
+            )
+    elif "://" not in uri or uri.startswith("file:"):
         raise UserError(
-            f"{_given(uri)}: MLflow no longer writes file stores; use sqlite:////absolute/path/mlflow.db or "
-            "a server's http address"
+            f"tracking={shown!r}: MLflow no longer writes file stores; use sqlite:////absolute/path/mlflow.db"
+            " or a server's http address"
         )
-    elif scheme not in known:
-        raise UserError(f"{_given(uri)}: MLflow knows no {scheme}://; it knows {', '.join(_SCHEMES)}")
-    elif scheme in _DATABASES:
-        _check_database(uri)
+    elif uri.startswith("sqlite"):
+        from mlflow.tracking import MlflowClient
 
-
-def _given(uri: str) -> str:
-    """Return a tracking URI after the name of the setting that it comes from."""
-    # --tracking sets DPHYBRID_TRACKING_URI, too.
-    not_ours = os.environ.get("DPHYBRID_TRACKING_URI") != uri
-    if not_ours and os.environ.get("MLFLOW_TRACKING_URI") == uri:
-        return f"MLFLOW_TRACKING_URI={shown_address(uri)!r}"
-    return f"tracking={shown_address(uri)!r}"
-
-
-def _check_server(uri: str) -> None:
-    answer = ask(f"{uri.rstrip('/')}/health", timeout_s=_REACH_SECONDS)
-    # With a status the server is up, although it may refuse this request; MLflow's client will report why.
-    if not answer.status:
-        raise UserError(
-            f"MLflow server {shown_address(uri)}: {without_secrets_of(uri, answer.wrong)}; start it, correct "
-            "the address, unset it for the embedded store, or record nothing with --tracking none"
-        )
-
-
-def _check_database(uri: str) -> None:
-    """Raise UserError when a database's driver is missing or no connection can be made. MLflow itself would
-    try for two minutes, and wait for ever for a server that accepts connections without answering."""
-    from sqlalchemy import create_engine
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-
-    try:
-        driver = make_url(uri).get_driver_name()
-        # The drivers name this argument differently.
-        timeout = "timeout" if driver in ("pg8000", "pyodbc") else "connect_timeout"
-        create_engine(uri, connect_args={timeout: _REACH_SECONDS}).connect().close()
-    except DBAPIError as error:
-        reason = without_secrets_of(uri, " ".join(str(error.orig).split()))
-        raise UserError(
-            f"{_given(uri)}: no connection to the database ({reason}); start it, correct the "
-            "address, or unset it for the embedded store"
-        ) from error
-    except (SQLAlchemyError, ImportError, ValueError) as error:
-        raise UserError(f"{_given(uri)}: cannot be used ({without_secrets_of(uri, str(error))})") from error
+        upgrade = f"copy the file and run `mlflow db upgrade {uri}`"
+        remedy = f"if another version made it, install that one, or {upgrade}"
+        with explained(uri, f"MLflow {version('mlflow')} cannot use this store", remedy):
+            MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")

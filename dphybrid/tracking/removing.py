@@ -1,25 +1,16 @@
 """Removes runs from MLflow, and says which are still in use."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.models import CheckpointModels
-from dphybrid.util.errors import UserError
+from dphybrid.tracking.opening import explained
 
 _PAGE = 100
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Raise UserError for an error of MLflow's."""
-    try:
-        yield
-    except MlflowException as error:
-        raise UserError(f"{what}: {str(error).splitlines()[0][:200]}") from error
+_REMEDY = "try again when it does"
 
 
 def runs_in_use(uri: str) -> dict[str, str]:
@@ -27,7 +18,7 @@ def runs_in_use(uri: str) -> dict[str, str]:
     they are. Raises UserError when the server does not answer."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     found: dict[str, str] = {}
-    with _explained(f"MLflow at {uri} does not say which models are in use"):
+    with explained(uri, "MLflow does not say which models are in use", _REMEDY):
         for model in get_results_from_paginated_fn(
             lambda count, token: client.search_registered_models(max_results=count, page_token=token), _PAGE
         ):
@@ -45,7 +36,7 @@ def forget_run(uri: str, run_id: str) -> None:
     MLflow's trash until `mlflow gc`. Does nothing if MLflow has no such run. Raises UserError when the server
     refuses it."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    with _explained(f"MLflow at {uri} does not delete run {run_id}"):
+    with explained(uri, f"MLflow does not delete run {run_id}", _REMEDY):
         if not _exists(client, run_id):
             return
         for version in client.search_model_versions(f"run_id = '{run_id}'", max_results=1000):

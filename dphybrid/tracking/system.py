@@ -1,20 +1,16 @@
-"""Records the machine's load every few seconds (processor, memory and each used GPU), and warns of devices
-that were used badly."""
+"""The machine's load during a training (processor, memory and each used GPU), and warnings of devices that
+were used badly."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
-from dphybrid.tracking.tracker import Tracker
 from dphybrid.util.limited import NVML_LIMIT_S, Limited
-from dphybrid.util.memory import page_faults
-from dphybrid.util.stop import watching
 
-_SAMPLE_EVERY_S = 10.0
 _MIB = 2**20
 
 _UNEVEN = 1.25
@@ -29,51 +25,40 @@ _GpuReading = dict[str, float]
 """utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those that the device reports."""
 
 
-@contextmanager
-def system_metrics(
-    tracker: Tracker, since: float, gpus: Sequence[str] = (), every_s: float = _SAMPLE_EVERY_S
-) -> Iterator[dict[str, float]]:
-    """While the block runs, record `system/...` metrics; their steps are seconds since `since` (time.time()),
-    the run's start. Yields the means of their values so far.
+class SystemMetrics:
+    """Samples `system/...` metrics of this machine. gpus: UUIDs of the GPUs that the run uses.
 
-    gpus: UUIDs of the GPUs that this run uses; the machine's other GPUs are not recorded.
+    Attributes:
+        means: The means of the values so far, by name.
     """
-    means: dict[str, float] = {}
-    counts: Counter[str] = Counter()
-    read = _nvml_reader(gpus)
-    own = psutil.Process()
-    # These calls return the load since the call before; the first returns 0 and is thrown away here.
-    psutil.cpu_percent()
-    own.cpu_percent()
-    # Seconds by the monotonic clock from here on: time.time() may be set back.
-    offset_s = max(0.0, time.time() - since) - time.monotonic()
-    seen = (time.monotonic(), page_faults())
 
-    def sample() -> bool:
-        nonlocal seen
-        (last, faults_before), seen = seen, (time.monotonic(), page_faults())
-        memory = psutil.virtual_memory()
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        self.means: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+        self._gpus, self._own = _nvml_reader(gpus), psutil.Process()
+        # These calls return the load since the call before; the first one returns 0.
+        psutil.cpu_percent()
+        self._own.cpu_percent()
+        self._last = time.monotonic()
+
+    def sample(self, apart_s: float = 1.0) -> dict[str, float]:
+        """Return the present values; none if the last ones are less than `apart_s` seconds old."""
+        if time.monotonic() - self._last < apart_s:
+            return {}
+        self._last = time.monotonic()
         values = {
             "system/cpu_pct": psutil.cpu_percent(),
-            "system/process_cpu_pct": own.cpu_percent(),
-            "system/memory_pct": memory.percent,
-            "system/process_rss_mb": own.memory_info().rss / _MIB,
-            "system/page_faults_per_s": (seen[1] - faults_before) / max(1e-3, seen[0] - last),
+            "system/process_cpu_pct": self._own.cpu_percent(),
+            "system/memory_pct": psutil.virtual_memory().percent,
+            "system/process_rss_mb": self._own.memory_info().rss / _MIB,
         }
-        for index, reading in enumerate(read()):
+        for index, reading in enumerate(self._gpus()):
             values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}
-        counts.update(values.keys())
+        self._counts.update(values.keys())
         for name, value in values.items():
-            means[name] = means.get(name, 0.0) + (value - means.get(name, 0.0)) / counts[name]
-        tracker.log_metrics(values, int(offset_s + time.monotonic()))
-        return False
-
-    try:
-        with watching(sample, every_s, "dphybrid-system"):
-            yield means
-    finally:
-        # Also gives one sample to a run that is shorter than the first interval.
-        sample()
+            mean = self.means.get(name, 0.0)
+            self.means[name] = mean + (value - mean) / self._counts[name]
+        return values
 
 
 def _nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:

@@ -14,19 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from dphybrid.tracking.record import RECORD, Record, RecordFile, of_metrics
+from dphybrid.tracking.record import (
+    RECORD,
+    Line,
+    RecordFile,
+    Sent,
+    addresses,
+    destination,
+    give_address,
+    of_metrics,
+)
 from dphybrid.util.files import make_folder, write_bytes
 from dphybrid.util.text import masked, shown_address
 
 if TYPE_CHECKING:
-    from dphybrid.tracking.sender import Sender
+    from dphybrid.tracking.copier import Copier
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 LEFT_OUT = "left_out.json"
 """Page in a model's folder that lists the files that were too large to upload: path, bytes, sha256."""
-CHANGED_TAG = "dphybrid.changed."
-"""Prefix of the tag for a value that a resumed run changed, `0.1 -> 0.2`: MLflow never changes a param."""
+CONTINUES_TAG = "dphybrid.continues"
+"""Tag of MLflow's run of a resumed run with other values: MLflow's run of the earlier ones, as MLflow can
+delete none of their points."""
 CHAMPION_TAG = "dphybrid.champion"
 """Tag of a retraining's run and of its version: the version that it continued from, "none" for a first
 model."""
@@ -80,10 +90,9 @@ class Tracker:
         self.run_id = ""
         self._experiment_id = ""
         self._file: RecordFile | None = None
-        self._sender: Sender | None = None
+        self._copier: Copier | None = None
         self._opening = threading.Lock()
-        self._earlier: dict[str, int] | None = None
-        self._addressed = False
+        self._addressed = self._full = False
 
     @property
     def tracking_uri(self) -> str:
@@ -112,13 +121,9 @@ class Tracker:
         it, and leaves no file then."""
         if self._runs is None:
             return ""
-        self.run_id = run_name
-        if self._server is not None:
-            from dphybrid.tracking.writer import create_run
-
-            self._experiment_id, self.run_id = create_run(self._server, run_name, description)
+        self._create(run_name, description)
+        make_folder(self._runs / run_name)
         self._file = RecordFile(self._runs / run_name)
-        make_folder(self._file.folder)
         self.record({"op": "params", "values": as_shown(params)}, sync=True)
         self.set_tags(tags)
         return self.run_id
@@ -129,28 +134,32 @@ class Tracker:
         folder = self._runs / run_name if self._runs is not None else None
         if folder is None or not (folder / RECORD).is_file():
             return ""
-        self.run_id = run_name
-        if self._server is not None:
-            from dphybrid.tracking.writer import create_run
-
-            self._experiment_id, self.run_id = create_run(self._server, run_name, "")
-        self._file = RecordFile(folder)
-        self._file.rewrite(self._address(run_name))
-        self._addressed = True
+        self._create(run_name, "")
+        give_address(folder, self._address(run_name))
+        self._file, self._addressed = RecordFile(folder), True
         self.set_tags(tags)
         return self.run_id
 
-    def _address(self, run_name: str) -> Record:
-        noted = FILES if self._server is None else self._server.noted
-        where = {"run_id": self.run_id, "experiment_id": self._experiment_id, "tracking_uri": noted}
-        return {"op": "run", "name": run_name, **where}
-
-    def resume(self, run_name: str, tags: Mapping[str, str]) -> None:
-        """Continue a run that ended: mark it as running, and do not record again the steps that it
-        recorded."""
+    def resume(
+        self,
+        run_name: str,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        description: str,
+        changed: bool = False,
+    ) -> str:
+        """Continue a run that ended; return its id. changed: with other values, for which MLflow gets another
+        run. Raises UserError if MLflow refuses that."""
         self.attach(run_name)
-        self.record({"op": "status", "status": "RUNNING"})
+        if changed and self._file is not None and self._experiment_id:
+            tags = {**tags, CONTINUES_TAG: self.run_id}
+            self._create(run_name, description)
+            self._addressed = False
+            self.record({"op": "params", "values": as_shown(params)}, sync=True)
+        else:
+            self.record({"op": "status", "status": "RUNNING"})
         self.set_tags(tags)
+        return self.run_id
 
     def attach(self, run_name: str) -> None:
         """Continue to record a run that is still open. A run whose first attempt recorded nothing stays
@@ -160,76 +169,62 @@ class Tracker:
         file = RecordFile(self._runs / run_name)
         if file.path.is_file():
             self._file, self._addressed = file, False
-            there = file.destination()
+            there = destination(file.folder)
             self.run_id = there.get("run_id", run_name)
             self._experiment_id = there.get("experiment_id", "")
 
-    def record(self, record: Record, *, sync: bool = False) -> int:
-        """Append a record that one of the verbs below made; return where its line begins. sync: the record
-        must survive a power loss."""
+    def record(self, line: Line, *, sync: bool = False) -> int:
+        """Append a line that one of the verbs below made; return the offset of its end. sync: it must survive
+        a power loss."""
         if self._file is None:
             return 0
         if not self._addressed and (self._experiment_id or not self._file.path.exists()):
             # By each part of the run once more: one damaged line must not cost the address.
             self._file.append(self._address(self._file.folder.name))
         self._addressed = True
-        number = self._file.append(record, sync=sync)
-        self._sending()
-        return number
+        end = self._file.append(line, sync=sync)
+        self._copying()
+        return end
 
-    def _sending(self) -> "Sender | None":
-        # The sender starts at the first record, not in `attach`: a caller that only wants the run's address
+    def _create(self, run_name: str, description: str) -> None:
+        self.run_id = run_name
+        if self._server is not None:
+            from dphybrid.tracking.writer import create_run
+
+            self._experiment_id, self.run_id = create_run(self._server, run_name, description)
+
+    def _address(self, run_name: str) -> Line:
+        noted = FILES if self._server is None else self._server.noted
+        where = {"run_id": self.run_id, "experiment_id": self._experiment_id, "tracking_uri": noted}
+        return {"op": "run", "name": run_name, **where}
+
+    def _copying(self) -> "Copier | None":
+        # The copier starts at the first line, not in `attach`: a caller that only wants the run's address
         # must not hold the record.
         if self._file is None or self._server is None or not self._experiment_id:
             return None
         with self._opening:  # the thread that writes checkpoints may record at the same time
-            if self._sender is None:
-                from dphybrid.tracking.sender import Sender
-                from dphybrid.tracking.writer import MlflowWriter
-
-                writer = MlflowWriter(
-                    self._server.uri, self.run_id, self._file.folder, self._server.upload_limit
-                )
-                self._sender = Sender(self._file, writer.write, writer.beat)
-            return self._sender
+            if self._copier is None:
+                self._copier = copier_of(self._file.folder, self._server.uri, self._server.upload_limit)
+            return self._copier
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics at a step, except those that an earlier attempt of this run recorded at that step or
-        a later one."""
-        if self._file is None:
-            return
-        with self._opening:
-            # Read once, before this attempt writes its first steps, which must not count as earlier ones.
-            if self._earlier is None:
-                self._earlier = self._file.last_steps()
-            earlier = self._earlier
-        values = {
-            name: value
-            for name, value in as_floats(metrics).items()
-            if name not in earlier or step > earlier[name]
-        }
-        if values:
-            self._append_metrics(of_metrics(values, step))
+        """Record metrics at a step."""
+        self._append_points(of_metrics(as_floats(metrics), step))
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
-        """Record metrics of the run as a whole, except those that it has already with the same value; a later
-        attempt replaces the others."""
-        if self._file is None:
-            return
-        known = self._file.last_summary()
-        values = {name: value for name, value in as_floats(metrics).items() if known.get(name) != value}
+        """Record metrics of the run as a whole; a later attempt replaces them."""
         # At step 0, MLflow's charts draw one bar for each run; at any other step they draw a dot in a plot
         # over steps.
-        if values:
-            self._append_metrics(of_metrics(values, 0, "summary"))
+        self._append_points(of_metrics(as_floats(metrics), 0, "summary"))
 
-    def _append_metrics(self, record: Record) -> None:
+    def _append_points(self, line: Line) -> None:
         try:
-            self.record(record)
+            self.record(line)
         except OSError as error:  # a full disk must not end the training; the curves lack some points
-            if self._file is not None:
-                self._file.count_unkept()
-            _log.warning("metrics of step %d could not be kept: %s", record["step"], error)
+            if not self._full:
+                _log.warning("metrics cannot be recorded: %s", error)
+            self._full = True
 
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
@@ -278,7 +273,7 @@ class Tracker:
         self.record({"op": "dataset", "name": name, "digest": digest, "source": masked(source), **values})
 
     def keep(self) -> None:
-        """Make all records so far survive a power loss. Called before a checkpoint is saved: a run resumed
+        """Make all lines so far survive a power loss. Called before a checkpoint is saved, as a run resumed
         from it does not record the earlier steps again."""
         if self._file is not None:
             self._file.sync()
@@ -316,16 +311,13 @@ class Tracker:
             return (
                 "runs are recorded in their folders; registering needs MLflow: pip install 'dphybrid[mlflow]'"
             )
-        number = self.record({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
-        sender = self._sending()
-        if sender is None:
+        end = self.record({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
+        copier = self._copying()
+        if copier is None:
             return "the run is not recorded in MLflow"
-        arrived = sender.drain(_FINISH_WAIT_S)
-        if number in sender.sent.refused:
-            return sender.sent.refused[number]
-        if arrived:
-            return ""
-        return f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
+        if copier.wait(end, _FINISH_WAIT_S):
+            return copier.sent.skipped.get(end, "")
+        return f"{self.tracking_uri} does not answer now; `dphybrid sync` registers it when it is back"
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set short facts to filter and group runs by."""
@@ -337,36 +329,36 @@ class Tracker:
         self.set_tags({"mlflow.note.content": markdown})
 
     def flush(self, timeout_s: float = _FINISH_WAIT_S) -> bool:
-        """Wait at most `timeout_s` seconds until all records so far have arrived; return whether they did."""
-        sender = self._sending()
-        return sender is None or sender.drain(timeout_s)
+        """Wait at most `timeout_s` seconds until all lines so far have arrived; return whether they did."""
+        copier = self._copying()
+        return copier is None or self._file is None or copier.wait(self._file.path.stat().st_size, timeout_s)
 
     def close(self) -> None:
         """Stop recording in this process; the run stays open."""
-        if self._sender is not None:
-            self._sender.close(_CLOSE_WAIT_S)
-            self._sender = None
-        if self._file is not None:
-            self._file.release()
+        self._end(_CLOSE_WAIT_S)
 
     def finish(self, status: Status) -> None:
-        """End the run, and stop recording."""
+        """End the run, and stop recording. Prints what MLflow lacks."""
         self.record({"op": "status", "status": status}, sync=True)
-        sender = self._sending()
-        if sender is not None:
-            arrived, losses = sender.deliver(_FINISH_WAIT_S)
-            if not arrived:
-                why = f" ({sender.trouble})" if sender.trouble else ""
-                print(
-                    f"MLflow at {self.tracking_uri} does not take records now{why}; they are kept. "
-                    "`dphybrid sync` sends them when it is back.",
-                    flush=True,
-                )
-            if losses:
-                print(f"Not everything was recorded: {losses.text()}", flush=True)
-            self._sender = None
+        if lacks := self._end(_FINISH_WAIT_S):
+            print(f"{self.tracking_uri}: {lacks}", flush=True)
+
+    def _end(self, timeout_s: float) -> str:
+        lacks = self._copier.finish(timeout_s) if self._copier is not None else ""
+        self._copier = None
         if self._file is not None:
-            self._file.release()
+            self._file.close()
+        return lacks
+
+
+def copier_of(folder: Path, uri: str, upload_limit: int) -> "Copier":
+    """Return a copier of the record in a folder to the MLflow at `uri`."""
+    from dphybrid.tracking.copier import Copier
+    from dphybrid.tracking.writer import MlflowWriter
+
+    # The run that the next line belongs to; a line with an address comes before those of another one.
+    there = [*addresses(folder)[:1], *addresses(folder, before=Sent.read(folder).offset)][-1]
+    return Copier(folder, MlflowWriter(uri, there["run_id"], folder, upload_limit).write)
 
 
 def as_floats(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Writes the records of a run into MLflow. After a crash or an outage a record may be written twice; the
+"""Writes the lines of a run's record into MLflow. After a crash or an outage a line may be written twice; the
 result is the same as once.
 
 All calls use the client with an explicit run id, never the fluent functions: their active run is local to a
@@ -8,29 +8,24 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, RunTag, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from dphybrid.tracking.copier import Refused
 from dphybrid.tracking.models import CheckpointModels
-from dphybrid.tracking.record import RECORD, Record, metrics_of
-from dphybrid.tracking.sender import METRICS, Refused
+from dphybrid.tracking.opening import explained
+from dphybrid.tracking.record import METRICS, Line, metrics_of
 from dphybrid.tracking.tracker import Server, safe_name
-from dphybrid.util.alive import process_name
 from dphybrid.util.digests import inside
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import shown_address, without_secrets_of
 
-HEARTBEAT_TAG, PROCESS_TAG = "dphybrid.heartbeat", "dphybrid.process"
 # Limits of MLflow's server: entries of a call, characters of a value.
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
-_LOSSES_TAG = "dphybrid.lost_records"
-_LOSSES_LINE = "> **Not everything was recorded:**"
 _REFUSALS = {
     "BAD_REQUEST",
     "INVALID_PARAMETER_VALUE",
@@ -39,41 +34,32 @@ _REFUSALS = {
     "RESOURCE_ALREADY_EXISTS",
     "RESOURCE_DOES_NOT_EXIST",
 }
-"""MLflow's error codes that mean a refusal. After any other error the records are sent again."""
+"""MLflow's error codes that mean a refusal. After any other error the lines are sent again."""
+_MALFORMED = (KeyError, ValueError, TypeError, AttributeError)
+"""Errors that a malformed line causes; sending it again would not help."""
 _NOTE_TAG = "mlflow.note.content"
 _DETAILS = re.compile(
     r"(?!system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))$)"
     r"(?:timing|timing_mean|timing_share|embedding|split|system)/|perf/step_ms_|train/lr"
 )
-"""Metrics that stay in the record, which MLflow gets as a file: MLflow's pages take about twenty."""
+"""Metrics that stay in the record: MLflow's pages take about twenty."""
 
 
 def create_run(server: Server, run_name: str, description: str) -> tuple[str, str]:
     """Create a run in MLflow; return the experiment's id and the run's. Raises UserError if MLflow refuses
     it."""
-    client = MlflowClient(tracking_uri=server.uri, registry_uri=server.uri)
     tags = {
         "mlflow.source.name": "dphybrid",
         "mlflow.source.type": "JOB",
         "mlflow.user": os.environ.get("USER", ""),
         _NOTE_TAG: description,
     }
-    try:
+    remedy = "correct the address or the credentials, or record nothing with --tracking none"
+    with explained(server.uri, "MLflow refuses to record a run", remedy):
+        client = MlflowClient(tracking_uri=server.uri, registry_uri=server.uri)
         experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
         made = client.create_run(experiment_id, run_name=run_name, tags=tags)
-    except MlflowException as error:
-        said = without_secrets_of(server.uri, " ".join(str(error).split())[:200])
-        raise UserError(
-            f"{shown_address(server.uri)}: MLflow refuses to record a run ({said}); correct the address or "
-            "the credentials, or record nothing with --tracking none"
-        ) from error
     return experiment_id, str(made.info.run_id)
-
-
-def experiments_named(client: MlflowClient, name: str) -> list[Experiment]:
-    """Return the active experiments of a name, and those below it: `dphybrid/ctr` of `dphybrid`."""
-    every = client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
-    return [found for found in every if found.name == name or found.name.startswith(f"{name}/")]
 
 
 def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
@@ -99,61 +85,67 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
 
 
 class MlflowWriter:
-    """Writes records of the run in `folder`. upload_limit: a checkpoint's file of more bytes is logged by
-    path instead of being uploaded.
+    """Writes lines of the record in `folder`, which begin in the MLflow run `run_id`; a line with another
+    address begins another run. upload_limit: a checkpoint's file of more bytes is logged by path instead of
+    being uploaded.
 
-    Connects at the first record, and so in the sender's thread, where the training does not wait for it.
+    Connects at the first line, and so in the copier's thread, where the training does not wait for it.
     """
 
     def __init__(self, tracking_uri: str, run_id: str, folder: Path, upload_limit: int) -> None:
         self._uri, self._run_id, self._upload_limit = tracking_uri, run_id, upload_limit
-        self._folder = folder.absolute()
+        self._folder, self._checked = folder.absolute(), ""
+
+    def write(self, lines: list[Line]) -> None:
+        """Write one line, or several with points. Raises Refused if MLflow refuses them; after other errors
+        it is worth trying again."""
+        op = lines[0]["op"]
+        try:
+            if op == "run":
+                self._run_id = lines[0]["run_id"] if lines[0]["experiment_id"] else self._run_id
+            elif self._checked != self._run_id:
+                self._check_run()
+            if op in METRICS:
+                self._points(lines)
+            elif op != "run":
+                self._verbs[op](lines[0])
+        except MlflowException as error:
+            if error.error_code not in _REFUSALS:
+                raise
+            self._check_run()  # of a deleted run MLflow refuses everything, which is no line's fault
+            raise Refused(str(error)) from error
+        except _MALFORMED as error:  # also the UserError of a line that names a file outside of the folder
+            # A library's subclass means trouble with the connection: `requests` raises a ValueError of its
+            # own when an answer is not JSON.
+            if type(error).__module__ != "builtins" and not isinstance(error, UserError):
+                raise
+            raise Refused(f"{type(error).__name__}: {error}") from error
 
     @cached_property
-    def _verbs(self) -> dict[str, Callable[[Record], None]]:
-        """Kind of record -> the method that writes it. Raises RuntimeError if the run does not exist or was
-        deleted."""
-        self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
-        self._check_run()
-        models = CheckpointModels(self._client, self._uri, self._run_id, self._upload_limit)
+    def _client(self) -> MlflowClient:
+        return MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+
+    @property
+    def _models(self) -> CheckpointModels:
+        return CheckpointModels(self._client, self._uri, self._run_id, self._upload_limit)
+
+    @cached_property
+    def _verbs(self) -> dict[str, Callable[[Line], None]]:
+        """Kind of line -> the method that writes it."""
         return {
-            "params": self._params,
-            "tags": self._tags,
+            "params": lambda line: self._pairs("params", Param, _MAX_PARAM, line),
+            "tags": lambda line: self._pairs("tags", RunTag, _MAX_TAG, line),
             "file": self._file,
             "table": self._table,
             "dataset": self._dataset,
-            "checkpoints": lambda record: models.reconcile(self._placed(record)),
-            "register": models.register,
+            "checkpoints": lambda line: self._models.reconcile(self._placed(line)),
+            "register": lambda line: self._models.register(line),
             "status": self._status,
-            "losses": self._losses,
-            "whole": self._whole,
         }
 
-    def write(self, records: list[Record]) -> None:
-        """Write records of one kind. Raises Refused if the server refuses them; after other errors it is
-        worth trying again."""
-        try:
-            verbs = self._verbs
-            if records[0]["op"] in METRICS:
-                self._metrics(records)
-                return
-            for record in records:
-                if record["op"] != "run":  # about the record itself
-                    verbs[record["op"]](record)
-        except MlflowException as error:
-            if error.error_code in _REFUSALS:
-                # Of a deleted run the server refuses everything, which is not the records' fault.
-                self._check_run()
-                # MLflow also answers BAD_REQUEST if another run wrote the same database row at the same
-                # moment, so that one is tried again.
-                raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
-            raise
-        except UserError as error:  # it names a file outside of the run's folder
-            raise Refused(str(error)) from error
-
     def _check_run(self) -> None:
-        """Raise RuntimeError if the run does not exist or was deleted."""
-        # Not Refused, so the records are kept: the run may be at another store, or be restored.
+        """Raise RuntimeError if the run does not exist or was deleted: the lines then wait, as the run may be
+        restored."""
         try:
             stage = self._client.get_run(self._run_id).info.lifecycle_stage
         except MlflowException as error:
@@ -164,97 +156,71 @@ class MlflowWriter:
             raise RuntimeError(
                 f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
             )
-
-    def beat(self) -> None:
-        """Tag the run with the time and this process's name."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PROCESS_TAG: process_name()}}])
+        self._checked = self._run_id
 
     def _log(self, kind: str, entities: Sequence[object], at_once: int) -> None:
         log_batch: Any = self._client.log_batch
         for start in range(0, len(entities), at_once):
             log_batch(self._run_id, **{kind: entities[start : start + at_once]})
 
-    def _metrics(self, records: list[Record]) -> None:
+    def _points(self, lines: list[Line]) -> None:
         points = [
-            Metric(safe_name(name), float(value), record["t"], record["step"])
-            for record in records
-            for name, value in metrics_of(record).items()
+            Metric(safe_name(name), float(value), line["t"], line["step"])
+            for line in lines
+            for name, value in metrics_of(line).items()
             if not _DETAILS.match(name)
         ]
         self._log("metrics", points, _MAX_METRICS)
 
-    def _params(self, record: Record) -> None:
-        params = [Param(safe_name(name), str(value)[:_MAX_PARAM]) for name, value in record["values"].items()]
-        self._log("params", params, _MAX_PAIRS)
+    def _pairs(self, kind: str, entity: Callable[[str, str], Any], width: int, line: Line) -> None:
+        pairs = [entity(safe_name(name), str(value)[:width]) for name, value in line["values"].items()]
+        self._log(kind, pairs, _MAX_PAIRS)
 
-    def _tags(self, record: Record) -> None:
-        tags = [RunTag(safe_name(name), str(value)[:_MAX_TAG]) for name, value in record["values"].items()]
-        self._log("tags", tags, _MAX_PAIRS)
-
-    def _file(self, record: Record) -> None:
-        path = inside(self._folder, record["path"])
-        if record["folder"]:
-            inside(self._folder, record["folder"])
+    def _file(self, line: Line) -> None:
+        path = inside(self._folder, line["path"])
+        if line["folder"]:
+            inside(self._folder, line["folder"])
         if not path.exists():
             raise Refused(f"{path}: no longer exists")
-        self._client.log_artifact(self._run_id, str(path), record["folder"] or None)
+        self._client.log_artifact(self._run_id, str(path), line["folder"] or None)
 
-    def _placed(self, record: Record) -> Record:
-        """Return a record of checkpoints with their folders where the run's folder is now."""
-        return record | {
-            "kept": [{**c, "folder": str(inside(self._folder, c["folder"]))} for c in record["kept"]]
+    def _placed(self, line: Line) -> Line:
+        """Return a line of checkpoints with their folders where the run's folder is now."""
+        return line | {
+            "kept": [{**c, "folder": str(inside(self._folder, c["folder"]))} for c in line["kept"]]
         }
 
-    def _table(self, record: Record) -> None:
-        self._file(record)
+    def _table(self, line: Line) -> None:
+        self._file(line)
         # Because of this tag, MLflow's UI offers the file as a table that can be compared between runs.
         entry = {
-            "path": "/".join(filter(None, (record["folder"], Path(record["path"]).name))),
+            "path": "/".join(filter(None, (line["folder"], Path(line["path"]).name))),
             "type": "table",
         }
         entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
         if entry not in entries:
             self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))
 
-    def _dataset(self, record: Record) -> None:
-        columns = [{"name": str(key), "type": "string"} for key in record["columns"]]
+    def _dataset(self, line: Line) -> None:
+        columns = [{"name": str(key), "type": "string"} for key in line["columns"]]
         dataset = Dataset(
-            name=record["name"],
+            name=line["name"],
             # MLflow's database column holds 36 characters; the profile has the whole digest.
-            digest=record["digest"][:36],
+            digest=line["digest"][:36],
             source_type="local",
-            source=json.dumps({"uri": record["source"]}),
+            source=json.dumps({"uri": line["source"]}),
             schema=json.dumps({"mlflow_colspec": columns}),
-            profile=json.dumps({"num_rows": record["num_rows"], "digest": record["digest"]}),
+            profile=json.dumps({"num_rows": line["num_rows"], "digest": line["digest"]}),
         )
         self._client.log_inputs(
-            self._run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", str(record["context"]))])]
+            self._run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", str(line["context"]))])]
         )
 
-    def _status(self, record: Record) -> None:
-        if record["status"] == "RUNNING":
+    def _status(self, line: Line) -> None:
+        if line["status"] == "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             started = self._client.get_run(self._run_id).info.start_time
             # The clock may have been set back during the run; an end before the start makes no sense.
-            end_ms = max(record["t"], started)
-            self._client.set_terminated(self._run_id, record["status"], end_time=end_ms)
-
-    def _losses(self, record: Record) -> None:
-        """Write on the run's page what its record lacks; an empty text removes the note."""
-        self._client.set_tag(self._run_id, _LOSSES_TAG, record["text"][:_MAX_TAG])
-        note = self._client.get_run(self._run_id).data.tags.get("mlflow.note.content", "")
-        lines = [line for line in note.splitlines() if not line.startswith(_LOSSES_LINE)]
-        text = (
-            "\n".join([f"{_LOSSES_LINE} {record['text']}", "", *lines])
-            if record["text"]
-            else "\n".join(lines)
-        )
-        self._client.set_tag(self._run_id, "mlflow.note.content", text[:_MAX_TAG])
-
-    def _whole(self, record: Record) -> None:
-        """Log the run's whole record as a file, if it is not too large."""
-        path = self._folder / RECORD
-        if path.stat().st_size <= self._upload_limit:
-            self._client.log_artifact(self._run_id, str(path))
+            end_ms = max(line["t"], started)
+            self._client.set_terminated(self._run_id, line["status"], end_time=end_ms)

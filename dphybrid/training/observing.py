@@ -1,6 +1,6 @@
 """Observation of a training: printed lines of loss and speed, stage times, splits, and a profile."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch.profiler import profile
 
 from dphybrid.data import rows_of_batch
 from dphybrid.embedding import RowPipeline
+from dphybrid.tracking.system import SystemMetrics
 from dphybrid.training.clock import NOT_A_STEP, StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
@@ -59,8 +60,10 @@ class Observer:
     """Keeps clock, losses, profiler, splits and display out of the training loop, which only reports what
     happens. Losses stay on their device until a line needs them."""
 
-    def __init__(self, session: Session, display: Display) -> None:
+    def __init__(self, session: Session, display: Display, gpus: Sequence[str] = ()) -> None:
+        """gpus: UUIDs of the GPUs whose load is logged."""
         self._session, self._display = session, display
+        self.system = SystemMetrics(gpus)
         self._profiler = _StepProfiler(
             session.profile_steps, session.checkpoints.parent, session.tracker.log_file
         )
@@ -177,7 +180,7 @@ class Observer:
                 # Unlike losses and stages, these counts start at 0 in each process.
                 counters = self.pipeline.counters(self._steps - self._steps_before)
                 metrics |= {f"embedding/{name}": value for name, value in counters.items()}
-            metrics |= session.engine.measured()
+            metrics |= session.engine.measured() | self.system.sample()
             session.tracker.log_metrics(metrics, step)
         self._note = "no loss" if loss is None else f"loss {metric_text(loss)}"
         self._loss, self._weight, self._steps, self._steps_before = 0.0, 0.0, 0, 0

@@ -1,7 +1,7 @@
 """Whether a run, or a process, is alive: the one place that decides it.
 
-A run is alive if the lock of its folder is held, which the kernel releases however its process ends; else if
-its process exists: its number and its start, as the kernel gives numbers again. No clock is asked.
+A run is alive if the lock of its folder is held, which the kernel releases however its process ends. A
+process is known by its number and its start, as the kernel gives numbers again. No clock is asked.
 """
 
 import os
@@ -66,17 +66,11 @@ def lives(name: str) -> bool | None:
         return None
 
 
-def alive(folder: Path | None, process: str = "") -> bool:
-    """Return whether a run is alive: the lock of its folder is held, else its process exists on this machine.
-
-    folder: None for a run whose folder is not here. process: its name, as far as known. Raises UserError for
-    another user's lock that this one may not open.
-    """
-    if folder is not None:
-        with permission_explained(folder):
-            if is_held(folder / LOCK):
-                return True
-    return bool(lives(process))
+def alive(folder: Path) -> bool:
+    """Return whether a run is alive: the lock of its folder is held. Raises UserError for another user's lock
+    that this one may not open."""
+    with permission_explained(folder):
+        return is_held(folder / LOCK)
 
 
 @contextmanager

@@ -12,34 +12,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 
-# The characters of an address by RFC 3986, and those of them that may follow an address in a sentence.
-_RUN = re.compile(r"[\w\-.~:/?#\[\]@!$&'()*+,;=%]*", re.ASCII)
-_AFTER = "'\"`),.;:!?]}"
-# With a single slash if an address was taken for a path, whose slashes `pathlib` joins.
-_SCHEMES = (
-    r"(?:[a-z][a-z0-9+.-]*://|(?:https?|ftps?|s3|postgres(?:ql)?|mysql|mariadb|mssql|oracle|mongodb|redis)"
-    r"(?:\+[a-z0-9]+)?:/(?!/))"
-)
-_SCHEME = re.compile(f"(?i){_SCHEMES}")
-_NEXT = re.compile(rf"(?i)(?<=[\s'\"(]){_SCHEMES}")
-_HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
-_PAGE = re.compile(r"/(?:experiments|models|compare-\w+|metric|prompts)?(?:/[\w/.-]*)?", re.ASCII)
-"""The fragments of MLflow's pages."""
-_ALIAS = re.compile(r"models:/[^\s@]*@")
-_SHOWN_VALUES = (
-    "workflowType",
-    "viewStateShareKey",
-    "compareRunsMode",
-    "sslmode",
-    "charset",
-    "connect_timeout",
-)
-"""Names in the query of an address whose values are shown: those of MLflow's pages and harmless options."""
-# Secrets outside of an address: ...?token=..., and password=... as in PostgreSQL's connection strings.
-_VALUE = re.compile(
-    r"(?i)((?:[?&;][\w.-]*(?:password|passwd|pwd|secret|token|api_?key|access_?key|signature|auth)[\w.-]*"
-    r"|\b(?:password|passwd|pwd|secret|api_?key|access_?token))=)(?!\*\*\*)[^&\s;]+"
-)
+_ADDRESS = re.compile(r"(?i)[a-z][a-z0-9+.-]*://[^\s\"'`<>]+")
+_LOCATION = re.compile(r"[^?#]*(#/[\w/.-]*(\?workflowType=\w+)?)?")
+"""Host, port and path of an address, and the fragment of a page of MLflow's."""
 
 _NUMBER = re.compile(r"-?[\d,.]+|-")
 """A number as it is shown, or no value."""
@@ -111,119 +86,33 @@ def toml_text(value: object) -> str:
 
 
 def masked(text: str) -> str:
-    """Return a text whose addresses are shown as `shown_address` shows them, so without secrets.
-
-    In a sentence an address ends at a blank. But everything between `://` and the last @ of the line counts
-    as user and password, as passwords may contain any character."""
-    if ":/" in text:
-        text = "\n".join(map(_masked_line, text.split("\n")))
-    return _VALUE.sub(r"\1***", text)
+    """Return a text whose addresses are shown as `shown_address` shows them. One ends at a blank, a quote or
+    an angle bracket."""
+    return _ADDRESS.sub(lambda found: shown_address(found[0]), text)
 
 
 def shown_address(address: str) -> str:
-    """Return an address with `***` for user, password, query and fragment, unless they are harmless, and
-    for everything that urllib does not understand as host, port and path."""
-    found = _SCHEME.match(address)
-    if found is None:
-        return address if "@" not in address else "***"
-    scheme, rest = found[0], address[found.end() :]
-    if _is_local(address):
-        path, asks, query = rest.partition("?")
-        return f"{scheme}{path}{asks}{_shown_query(query)}"
-    userinfo, at, location = rest.rpartition("@")
-    if "?" in userinfo or "#" in userinfo:  # of a password, or in front of a query whose value has an @
-        return f"{scheme}***"
-    return f"{scheme}{'***@' if at else ''}{_shown_location(location)}"
-
-
-def _masked_line(line: str) -> str:
-    shown, start = "", _SCHEME.search(line)
-    while start is not None:
-        # `scheme://` within a password begins no other address.
-        following = _NEXT.search(line, start.end())
-        stop = following.start() if following else len(line)
-        address = line[start.start() : stop]
-        end = _end_of_address(address, len(start[0]))
-        shown += line[: start.start()] + shown_address(address[:end]) + address[end:]
-        line = line[stop:]
-        start = _SCHEME.match(line)
-    return shown + line
-
-
-def _end_of_address(text: str, begin: int) -> int:
-    """Return where the address ends that begins the text; begin: the end of its `scheme://`."""
-    if _is_local(text):
-        return len(text)
-    # The @ of models:/NAME@ALIAS belongs to another word.
-    at = re.sub(_ALIAS, lambda found: "_" * len(found[0]), text).rfind("@")
-    run = _RUN.match(text, max(begin, at + 1))
-    end = run.end() if run else begin
-    # A secret may go on behind a character that no address has: hide all of the word.
-    if end < len(text) and (text[end] not in ' \t"`<>\\' or re.search("[?#]", text[begin:end])):
-        return len(text[:end]) + len(re.split(r"\s", text[end:], maxsplit=1)[0])
-    return max(begin, at + 1) + len(text[max(begin, at + 1) : end].rstrip(_AFTER))
-
-
-def _is_local(address: str) -> bool:
-    """Return whether an address is that of a file: its path has no user, and may contain any character."""
-    scheme, _, rest = address.partition("://")
-    return scheme.lower().split("+")[0] in ("sqlite", "file") and rest.startswith("/")
-
-
-def _shown_location(location: str) -> str:
-    """Return host, port, path and query of an address without secrets; `***` if they are not understood."""
-    if not location:
-        return ""
-    try:
-        parts = urlsplit(f"any://{location}")
-        host, port = parts.netloc, parts.port
-    except ValueError:
-        return "***"
-    host = host.removesuffix(f":{port}") if port is not None else host
-    path, semicolon, _ = parts.path.partition(";")
-    is_known = _HOST.fullmatch(host) or (not host and path.startswith("/"))
-    if not is_known or _RUN.fullmatch(path) is None:
-        return "***"
-    shown = parts.netloc + path + (f"{semicolon}***" if semicolon else "")
-    if "?" in location.partition("#")[0]:
-        query = _shown_query(parts.query)
-        if query == "***":  # what follows may be a part of the secret
-            return f"{shown}?***"
-        shown += f"?{query}"
-    if not parts.fragment:
-        return shown + ("#" if location.endswith("#") else "")
-    fragment, asks, asked = parts.fragment.partition("?")
-    if not _PAGE.fullmatch(fragment):
-        return f"{shown}#***"
-    return f"{shown}#{fragment}{asks}{_shown_query(asked)}"
-
-
-def _shown_query(query: str) -> str:
-    """Return a query; `***` if one of its values may be a secret."""
-    for item in re.split("[&;]", query) if query else ():
-        name, _, value = item.partition("=")
-        if name not in _SHOWN_VALUES or not re.fullmatch(r"[\w.-]*", value, re.ASCII):
-            return "***"
-    return query
+    """Return scheme, host, port and path of an address, with `***` for user and password and for a query. The
+    path of a file, which has no user, stays as it is."""
+    scheme, sign, rest = address.partition("://")
+    if scheme.lower().split("+")[0] in ("sqlite", "file") or ("@" not in address and not sign):
+        return address
+    user, at, location = rest.rpartition("@")
+    if not sign or "?" in user or "#" in user:  # a password, or a query with an @
+        return f"{scheme}://***" if sign else "***"
+    found = _LOCATION.match(location)
+    shown = found[0] if found else ""
+    return f"{scheme}://{'***@' if at else ''}{shown}{'***' if shown != location else ''}"
 
 
 def without_secrets_of(address: str, text: str) -> str:
-    """Return an error's text about an address without the secrets in it, which a driver may have read in
-    another way and show in pieces."""
-    text = masked(text.replace(address, shown_address(address)))
-    rest = address.partition(":/")[2].lstrip("/")
-    userinfo = rest.rpartition("@")[0]
-    hidden = [userinfo, userinfo.partition(":")[2], *re.split(r"[:/@?#&=;\[\]\\]", userinfo)]
-    # Parts of the query and the fragment, which may have been cut at any of these characters.
-    asked = "".join(re.split("([?#])", rest, maxsplit=1)[1:])
-    begins = [found.end() for found in re.finditer("[?#&;=]", asked)]
-    ends = [found.start() for found in re.finditer("[?#&;]|$", asked)]
-    hidden += [asked[begin:end] for begin in begins for end in ends if begin < end]
-    forms = {form for piece in hidden for form in (piece, unquote(piece), repr(piece)[1:-1])}
-    for form in sorted(forms, key=len, reverse=True):
-        if len(form) > 2:  # a shorter one would also be found in words
-            text = text.replace(form, "***")
-    return text
+    """Return an error's text about an address without its user and password, which a driver may have taken
+    apart."""
+    user = address.partition("://")[2].rpartition("@")[0]
+    text = text.replace(address, shown_address(address))
+    for piece in (user, user.partition(":")[2], unquote(user.partition(":")[2])):
+        text = text.replace(piece, "***") if len(piece) > 2 else text
+    return masked(text)
 
 
 def without_credentials(url: str) -> tuple[str, str | None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dphybrid.cli.main import main
@@ -41,6 +42,9 @@ def test_a_server_that_refuses_is_not_one_that_does_not_answer() -> None:
     away = temporary_settings({PREFECT_API_URL: "http://s/api"})
     with away, refused("the server refuses: 409 Conflict"), reaching_server():
         answer.raise_for_status()
+    twice = refused("http://s/api: another command set it up meanwhile; try again")
+    with away, twice, reaching_server():  # two `dphybrid deploy` at once, on a new server
+        raise ObjectAlreadyExists(httpx.HTTPStatusError("", request=answer.request, response=answer))
 
 
 def test_the_forms_begin_with_data_label_recipe_and_devices_and_describe_each_value() -> None:

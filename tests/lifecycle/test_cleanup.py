@@ -157,7 +157,6 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
 def test_a_run_whose_server_cannot_be_asked_stays(rows: None, data_dir: Path) -> None:
     run_with(*TABLE, run_name="mine")
     record = data_dir / "runs" / "mine" / "record.jsonl"
-    whole = record.read_bytes()
     for noted, told in (
         ("http://127.0.0.1:9", "does not answer"),
         (f"sqlite:///{data_dir}/gone.db", "there is no such database"),
@@ -166,12 +165,9 @@ def test_a_run_whose_server_cannot_be_asked_stays(rows: None, data_dir: Path) ->
         record.unlink()
         file = RecordFile(record.parent)
         file.append({"op": "run", "run_id": "7", "experiment_id": "1", "tracking_uri": noted})
-        file.release()
+        file.close()
         assert told in plan_removal(load_settings(), ["mine"]).kept["mine"]
         assert "mine: stays" in command("runs", "remove", "mine", "--yes")
-    record.write_bytes(b"x" + whole.splitlines(keepends=True)[0])
-    assert "no other line says where MLflow has the run" in command("runs", "remove", "mine", "--yes")
-    assert record.is_file()
 
 
 @pytest.mark.usefixtures("unrecorded")

@@ -78,7 +78,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
         "status": run.info.status,
         "params": len(run.data.params),
         "points": {
-            name: sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
+            name: sorted({(point.step, point.value) for point in client.get_metric_history(run_id, name)})
             for name in curves
         },
         "summaries": sorted(name for name in run.data.metrics if name.startswith("summary_")),
@@ -86,8 +86,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
             (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
             for model in models
         ),
-        "told": run.data.tags.get("dphybrid.lost_records", ""),
-        "waiting": waiting(data_dir / "runs"),
+        "waiting": waiting((data_dir / "runs").iterdir()),
         "files": sorted(path.name for path in page.parent.iterdir()),
     }
 

@@ -13,7 +13,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.run.folder import all_runs, find_tagged_run, named_run, next_number
 from dphybrid.serving.load import find_checkpoint
-from dphybrid.tracking.record import RecordFile
+from dphybrid.tracking.record import read
 from dphybrid.util.alive import holding
 from tests.commands import command, run_with
 from tests.refusing import refused
@@ -137,7 +137,7 @@ def test_an_installed_package_takes_no_commit_of_the_repository_around_it(
             (tmp_path / "venv" / "dphybrid").rename(tmp_path / "work" / "dphybrid")
             monkeypatch.setattr("dphybrid.run.build.__file__", str(tmp_path / "work/dphybrid/run/build.py"))
         run_with(*TOY, run_name=place)
-        tags = [r["values"] for r in RecordFile(data_dir / "runs" / place).all() if r["op"] == "tags"]
+        tags = [line["values"] for line, _ in read(data_dir / "runs" / place) if line["op"] == "tags"]
         assert any("mlflow.source.git.commit" in values for values in tags) == (place == "checkout")
 
 

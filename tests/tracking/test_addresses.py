@@ -1,5 +1,6 @@
 """A run's record says where MLflow has the run: commands without the variables of that time ask there."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import dphybrid
+from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.record import RecordFile
@@ -48,29 +50,23 @@ def test_without_variables_a_resumed_run_is_recorded_where_it_began(
 ) -> None:
     first = run_with(*TOY, run_name="run")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    again = run_with(*TOY, "train.epochs=4", resume="run")
+    again = run_with(*TOY, resume="run")
     assert (again.run_id, again.tracking_uri) == (first.run_id, first.tracking_uri)
-    points = MlflowClient(uri).get_metric_history(first.run_id, "train/loss")
-    assert max(point.step for point in points) == 16, "four epochs of four steps"
-
-
-def test_sync_ends_a_dead_run_of_any_experiment(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load_settings()
-    tracker = open_tracker(uri, "elsewhere", settings.mlflow_dir, runs=settings.runs_dir)
-    run_id = tracker.start("run", {}, {"host.name": "gone"}, "")
-    tracker.set_tags({"dphybrid.heartbeat": "2020-01-01T00:00:00+00:00"})
-    assert tracker.flush()
-    tracker.close()
+    other = run_with(*TOY, "train.epochs=4", resume="run")
+    assert other.tracking_uri == first.tracking_uri
     client = MlflowClient(uri)
-    for name, value in (("heartbeat", "2020-01-01T00:00:00+00:00"), ("pid", "4194999"), ("process", "")):
-        client.set_tag(run_id, f"dphybrid.{name}", value)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert f"{run_id}: its process no longer exists; ended as KILLED" in command("sync")
-    assert client.get_run(run_id).info.status == "KILLED"
+    assert client.get_run(other.run_id).data.tags["dphybrid.continues"] == first.run_id
+    last = [client.get_metric_history(each, "train/loss")[-1].step for each in (first.run_id, other.run_id)]
+    assert last == [8, 16], "two epochs, and two more, of four steps"
+    command("runs", "remove", "run", "--yes")
+    stages = [client.get_run(each.run_id).info.lifecycle_stage for each in (first, other)]
+    assert stages == ["deleted", "deleted"]
 
 
 @pytest.mark.parametrize("lines", [1, 99])
-def test_damaged_lines_with_the_address_are_told_unless_another_has_it(data_dir: Path, lines: int) -> None:
+def test_a_damaged_line_with_the_address_does_not_cost_it_if_another_part_has_it(
+    data_dir: Path, lines: int
+) -> None:
     settings = load_settings()
     for part in (1, 2):
         tracker = open_tracker(None, "dphybrid", settings.mlflow_dir, runs=settings.runs_dir)
@@ -82,21 +78,22 @@ def test_damaged_lines_with_the_address_are_told_unless_another_has_it(data_dir:
         tracker.close()
     record = RecordFile(settings.runs_dir / "run")
     record.append({"op": "summary", "step": 0, "late": 2.0})
-    record.release()
+    record.close()
+    (record.folder / "run.json").write_text(json.dumps({"uid": enter(record.folder)}))
     written = record.path.read_bytes().splitlines(keepends=True)
     named = [number for number, line in enumerate(written) if b'"op":"run"' in line]
     assert len(named) == 2
     for number in named[:lines]:
-        written[number] = written[number].replace(b"run_id", b"run_ix")
+        written[number] = written[number].replace(b"}", b"")
     record.path.write_bytes(b"".join(written))
     (record.folder / "record.sent").write_bytes(b"{}")  # damaged, too: all of it is sent again
-    told = command("sync", ends=1)
+    told = command("sync", ends=lines == 1)
     metrics = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db").get_run(run_id).data.metrics
     if lines == 1:
-        assert "run: not everything was recorded: 1 record damaged on the disk" in told
+        assert "run: MLflow lacks 1 line of the record (damaged)" in told
         assert metrics == {"train/loss": 1.0, "late": 2.0}
     else:
-        assert f"run: records kept ({record.path}: is damaged, and no other line says where" in told
+        assert "Nothing to do" in told
 
 
 def test_the_page_of_what_has_arrived_is_not_believed_when_damaged(data_dir: Path) -> None:
@@ -106,12 +103,10 @@ def test_the_page_of_what_has_arrived_is_not_believed_when_damaged(data_dir: Pat
     tracker.finish("FINISHED")
     record = RecordFile(settings.runs_dir / "run")
     record.append({"op": "summary", "step": 0, "late": 2.0})
-    record.release()
-    page = record.folder / "record.sent"
-    text = page.read_text()
-    page.write_text(text.replace(f'"offset": {record.sent().offset}', f'"offset": {record.size}'))
-    assert text != page.read_text()
-    assert "run: everything sent" in command("sync")
+    record.close()
+    (record.folder / "run.json").write_text(json.dumps({"uid": enter(record.folder)}))
+    (record.folder / "record.sent").write_text('{"offset": 99999, "skipped": {}}')
+    assert "run: everything copied" in command("sync")
     assert MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db").get_run(run_id).data.metrics == {
         "late": 2.0
     }

@@ -14,6 +14,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal
 from dphybrid.run.folder import Run
 from dphybrid.run.train import Around
+from dphybrid.tracking.record import RecordFile, of_metrics
 from dphybrid.util.alive import holding, lives, process_name
 from dphybrid.util.locks import is_held
 from tests.commands import command, run_with
@@ -42,39 +43,18 @@ def test_a_name_of_a_process_is_its_own_for_good(monkeypatch: pytest.MonkeyPatch
         assert lives(other) is False, "it has ended, though its parent has not asked"
 
 
-DEAD, FAR = "77-1-2-00000000-", "1-2-3-00000004-00000005"
-"""The start of a name of a process of an earlier boot; a name of one of another machine."""
-
-
-@pytest.mark.parametrize(
-    ("process", "folder", "lives"),
-    [
-        ("own", True, True),
-        (f"{DEAD}HOST", True, False),
-        (f"{DEAD}HOST", False, False),
-        (FAR, True, False),  # the folder is shared, and so is its lock
-        (FAR, False, True),  # only that machine can say
-        ("4711", False, True),  # of an earlier version
-    ],
-)
-@pytest.mark.parametrize("beat", ["2001-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"])
-def test_sync_ends_runs_whose_process_is_gone_and_no_others(
-    process: str, folder: bool, lives: bool, beat: str, data_dir: Path
-) -> None:
+def test_sync_ends_runs_whose_process_is_gone_and_no_others(data_dir: Path) -> None:
     report = run_with("recipe=toy", "devices=cpu", "train.epochs=1")
     client, run = MlflowClient(report.tracking_uri), load_settings().runs_dir / report.run_name
-    client.update_run(report.run_id, status="RUNNING")
-    name = process_name() if process == "own" else process.replace("HOST", process_name().rpartition("-")[2])
-    client.set_tag(report.run_id, "dphybrid.process", name)
-    client.set_tag(report.run_id, "dphybrid.heartbeat", beat)
+    record = RecordFile(run)
+    record.append({"op": "status", "status": "RUNNING"})
+    record.append(of_metrics({"train/loss": 1.0}, 99))
+    record.close()
     with holding(run):
-        if folder:
-            assert "Nothing to do" in command("sync")
-    if not folder:
-        run.rename(data_dir / "elsewhere")
-    told = command("sync")
-    assert ("Nothing to do" in told) == lives
-    assert (f"{report.run_id}: its process no longer exists; ended as KILLED" in told) != lives
+        assert f"{run.name}: still running" in command("sync")
+    assert f"{run.name}: its process no longer exists; ended as KILLED" in command("sync")
+    assert client.get_run(report.run_id).info.status == "KILLED"
+    assert "Nothing to do" in command("sync")
 
 
 def test_a_run_is_running_from_its_folder_to_its_report(data_dir: Path, unrecorded: None) -> None:

@@ -2,19 +2,15 @@
 
 import re
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from dphybrid.parallel import split_sizes
-from dphybrid.tracking import Tracker
-from dphybrid.tracking.system import balance_warnings, system_metrics
+from dphybrid.tracking.system import SystemMetrics, balance_warnings
 from tests import fake_nvml
 from tests.commands import run_with
 from tests.fake_nvml import gpu, write_state
-from tests.waiting import wait_until
 
 STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
 
@@ -68,14 +64,6 @@ def test_a_run_with_idle_devices_says_so_at_its_end_and_on_its_page(data_dir: Pa
     assert re.search(r"^Note: +3 of 8 devices got no rows", note, re.MULTILINE)
 
 
-class Collecting(Tracker):
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, Mapping[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.seen.append((step, metrics))
-
-
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """NVML answers for the GPUs that the file describes."""
@@ -89,11 +77,9 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine:
     first, second = gpu(0, watts=250, **used), gpu(1, hides=["power"], **used)
     write_state(machine, [first, second, gpu(2, error="GPU_IS_LOST")])
     uuids = [gpu(number)["uuid"] for number in range(3)]
-    tracker = Collecting()
-    with system_metrics(tracker, time.time() - 100, uuids, every_s=0.02) as means:
-        wait_until(lambda: len(tracker.seen) >= 2, "it samples", 10, every_s=0.02)
-    step, values = tracker.seen[-1]
-    assert step >= 100
+    system = SystemMetrics(uuids)
+    assert system.sample() == {}, "at most once a second"
+    values = system.sample(apart_s=0)
     assert values["system/gpu0_power_w"] == 250
     assert values["system/gpu0_memory_mb"] == 1024
     assert values["system/gpu0_memory_pct"] == 25
@@ -102,19 +88,12 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine:
     assert "system/gpu1_power_w" not in values
     assert not any(name.startswith("system/gpu2") for name in values)
     assert 0 < values["system/memory_pct"] <= 100
-    assert means["system/gpu0_utilization_pct"] == 73
-
-
-def test_a_clock_set_back_gives_no_negative_seconds() -> None:
-    tracker = Collecting()
-    with system_metrics(tracker, time.time() + 86_400):
-        pass
-    assert [step for step, _ in tracker.seen] == [0]
+    used["load"] = 53
+    write_state(machine, [gpu(0, **used)])
+    system.sample(apart_s=0)
+    assert system.means["system/gpu0_utilization_pct"] == 63
 
 
 def test_a_machine_without_a_driver_has_no_gpu_figures(machine: Path) -> None:
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
-    tracker = Collecting()
-    with system_metrics(tracker, time.time(), [gpu(0)["uuid"]]):
-        pass
-    assert not any("gpu" in name for _, values in tracker.seen for name in values)
+    assert not any("gpu" in name for name in SystemMetrics([gpu(0)["uuid"]]).sample(apart_s=0))

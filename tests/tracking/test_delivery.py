@@ -1,4 +1,4 @@
-"""What was not recorded is told where people look, and what was refused is offered again."""
+"""What MLflow lacks of a record is told where people look, and copied later."""
 
 import json
 import shutil
@@ -9,23 +9,24 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
-from dphybrid.tracking.record import RecordFile, of_metrics
+from dphybrid.tracking.record import RecordFile, destination, give_address, of_metrics, waits
 from dphybrid.tracking.sync import sync
-from dphybrid.util.locks import FileLock
+from dphybrid.util.locks import FileLock, is_held
 from tests.commands import command, python
 from tests.stores import put_database
 
 
 @pytest.fixture(autouse=True)
 def _tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dphybrid.tracking.sender._REFUSED_RETRY_S", (0.01, 0.02))
-    monkeypatch.setattr("dphybrid.tracking.sender._FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr("dphybrid.tracking.sender._LAST_RETRY_S", 0.2)
+    monkeypatch.setattr("dphybrid.tracking.copier._REFUSED_RETRIES_S", (0.01, 0.02))
+    monkeypatch.setattr("dphybrid.tracking.copier._FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("dphybrid.tracking.copier._LAST_RETRY_S", 0.2)
 
 
 @pytest.mark.nightly
@@ -65,7 +66,6 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
     run = client.get_run(run_id)
     (model,) = client.search_logged_models([run.info.experiment_id])
     assert [(m.key, m.step, m.value) for m in model.metrics] == [("valid/auc", 2, 1.0)]
-    assert "dphybrid.lost_records" not in run.data.tags
     assert run.info.status == "FINISHED"
 
 
@@ -135,10 +135,7 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
     assert "NOT registered as clicks: no more versions" in note
     assert "models:/clicks@challenger" not in note
-    assert "Not everything was recorded: 1 record refused by the server" in capsys.readouterr().out
-    assert f"{report.run_name}: everything sent" in command("sync")
-    assert client.get_model_version_by_alias("clicks", "challenger").run_id == report.run_id
-    assert "Not everything" not in client.get_run(report.run_id).data.tags["mlflow.note.content"]
+    assert "MLflow lacks 1 line of the record (no more versions)" in capsys.readouterr().out
     assert "Nothing to do" in command("sync")
 
 
@@ -169,11 +166,12 @@ def unsent(store: Path, runs: Path, name: str) -> tuple[str, RecordFile]:
     for step in range(5):
         record.append(of_metrics({"train/loss": 1.0 / (step + 1)}, step))
     record.append({"op": "status", "status": "FINISHED"})
-    record.release()
+    record.close()
+    (record.folder / "run.json").write_text(json.dumps({"uid": enter(record.folder)}))
     return run_id, record
 
 
-def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: Path) -> None:
+def test_sync_tells_of_damage_with_its_exit_code_and_copies_the_others(data_dir: Path) -> None:
     settings = load_settings()
     made = {
         name: unsent(settings.mlflow_dir, settings.runs_dir, name)
@@ -182,25 +180,19 @@ def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: 
     ids = {name: run_id for name, (run_id, _) in made.items()}
     _, damaged = made["damaged"]
     lines = damaged.path.read_bytes().splitlines(keepends=True)
-    lines[-3] = lines[-3].replace(b":0.25", b":0.35")
-    damaged.path.write_bytes(b"".join(lines)[:-2])  # and its end is cut off
+    lines[-3] = lines[-3].replace(b":0.25", b":")
+    damaged.path.write_bytes(b"".join(lines))
     (settings.runs_dir / "unreadable" / "record.sent").unlink()
     (settings.runs_dir / "unreadable" / "record.sent").mkdir()
     out = command("sync", "--wait", "2", ends=1)
-    told = "2 records damaged on the disk"
-    assert f"damaged: not everything was recorded: {told}" in out
-    assert "damaged: everything sent" not in out
-    assert "good: everything sent" in out
-    assert "unreadable: records kept (" in out
+    assert "damaged: MLflow lacks 1 line of the record (damaged)" in out
+    assert "good: everything copied" in out
+    assert "unreadable: MLflow lacks the rest of the record (" in out
     client = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db")
     for name, steps in (("damaged", [0, 1, 2, 4]), ("good", [0, 1, 2, 3, 4])):
         assert [p.step for p in client.get_metric_history(ids[name], "train/loss")] == steps
-    run = client.get_run(ids["damaged"])
-    assert run.data.tags["dphybrid.lost_records"] == told
-    assert run.data.tags["mlflow.note.content"].startswith(f"> **Not everything was recorded:** {told}")
-    assert client.get_run(ids["good"]).data.tags["mlflow.note.content"] == "good"
     (settings.runs_dir / "unreadable" / "record.sent").rmdir()
-    assert "unreadable: everything sent" in command("sync")
+    assert "unreadable: everything copied" in command("sync")
     assert "Nothing to do" in command("sync")
 
 
@@ -215,14 +207,12 @@ def test_a_moved_data_folder_sends_its_records_and_checkpoints(data_dir: Path, t
     tracker.log_checkpoints([card(record.folder / "checkpoints")], None)
     tracker.close()
     settings.runs_dir.rename(tmp_path / "moved")
-    moved = RecordFile(tmp_path / "moved" / "run")
-    lines = list(sync(tmp_path / "moved", settings.mlflow_dir, None, "dphybrid", 2**20))
-    assert lines[-1] == ("run: everything sent", True)
+    lines = list(sync((tmp_path / "moved").iterdir(), settings.mlflow_dir, None, 2**20))
+    assert lines[-1] == ("run: everything copied", True)
     client = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db")
     names = {item.path for item in client.list_artifacts(run_id)}
-    assert names == {"notes", "own.txt", "record.jsonl"}
+    assert names == {"notes", "own.txt"}
     assert len(client.search_logged_models([client.get_run(run_id).info.experiment_id])) == 1
-    assert moved.sent().closed
 
 
 def test_sync_makes_no_database_and_takes_no_other_record_for_one(
@@ -239,14 +229,11 @@ def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None
     settings = load_settings()
     _, record = unsent(settings.mlflow_dir, settings.runs_dir, "run")
     put_database("mlflow", data_dir / "other.db")
-    there = record.destination()
-    record.path.unlink()
-    (record.folder / "record.sent").unlink()
-    record.append({"op": "run", **there, "tracking_uri": f"sqlite:///{data_dir}/other.db"})
-    record.release()
+    there = destination(record.folder)
+    give_address(record.folder, {**there, "tracking_uri": f"sqlite:///{data_dir}/other.db"})
     out = command("sync", "--wait", "2", ends=1)
-    assert f"run: records kept (run {there['run_id']} does not exist at the tracking server)" in out
-    assert record.sent().offset == 0
+    assert f"MLflow lacks the rest of the record (run {there['run_id']} does not exist at the tracking" in out
+    assert waits(record.folder)
 
 
 def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
@@ -269,12 +256,14 @@ def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
     tracker.attach("run")
     client.restore_run(run_id)
     tracker.finish("FINISHED")
-    assert "Not everything" not in capsys.readouterr().out
+    assert "lacks" not in capsys.readouterr().out
     assert [p.step for p in client.get_metric_history(run_id, "train/loss")] == list(range(301))
-    assert len(client.list_artifacts(run_id)) == 4  # the record is one
+    assert len(client.list_artifacts(run_id)) == 3
 
 
-def test_a_file_that_is_gone_when_it_is_sent_is_refused_and_told(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_when_it_is_sent_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracker = open_tracker(None, "damage", tmp_path)
     run_id = tracker.start("run", {}, {}, "note")
     tracker.close()
@@ -282,17 +271,13 @@ def test_a_file_that_is_gone_when_it_is_sent_is_refused_and_told(tmp_path: Path)
     (folder / "gone.txt").touch()
     record = RecordFile(folder)
     record.append({"op": "file", "path": "gone.txt", "folder": ""})
-    record.release()
+    record.close()
     (folder / "gone.txt").unlink()
     tracker.attach("run")
-    assert record.hold()  # who attaches, to ask for an address alone, sends nothing yet
-    record.release()
+    assert not is_held(record.path)  # who attaches, to ask for an address alone, copies nothing yet
     tracker.finish("FINISHED")
-    run = MlflowClient(tracker.tracking_uri).get_run(run_id)
-    assert run.info.status == "FINISHED"
-    assert run.data.tags["dphybrid.lost_records"] == "1 record refused by the server"
-    assert run.data.tags["mlflow.note.content"].startswith("> **Not everything was recorded:** 1 record")
-    assert run.data.tags["mlflow.note.content"].endswith("note")
+    assert MlflowClient(tracker.tracking_uri).get_run(run_id).info.status == "FINISHED"
+    assert "gone.txt: no longer exists" in capsys.readouterr().out
 
 
 def test_a_clock_set_back_makes_no_run_end_before_its_start(

@@ -1,4 +1,4 @@
-"""The record of a run: in order, exactly once; a damaged line costs itself alone."""
+"""The record of a run: in order, whole after a kill; a damaged line costs itself alone."""
 
 import errno
 import os
@@ -12,8 +12,17 @@ import pytest
 import torch
 
 from dphybrid.tracking import open_tracker, waiting
-from dphybrid.tracking.record import DAMAGED, Losses, RecordFile, Sent, metrics_of, of_metrics, records
-from dphybrid.tracking.sender import Sender
+from dphybrid.tracking.copier import Copier
+from dphybrid.tracking.record import (
+    RecordFile,
+    Sent,
+    destination,
+    last_op,
+    metrics_of,
+    of_metrics,
+    read,
+    waits,
+)
 from dphybrid.util.locks import FileLock
 from tests.disks import files_of_at_most
 
@@ -22,12 +31,19 @@ def written(folder: Path, steps: int = 6) -> RecordFile:
     record = RecordFile(folder)
     for step in range(steps):
         record.append(of_metrics({"train/loss": 1 / (step + 1)}, step))
-    record.release()
+    record.close()
     return record
 
 
-def steps_of(found: list[dict[str, Any]]) -> list[Any]:
-    return [record.get("step", record["op"]) for record in found]
+def steps_of(folder: Path, offset: int = 0) -> list[Any]:
+    return [line and line.get("step", line["op"]) for line, _ in read(folder, offset)]
+
+
+def copied(folder: Path) -> list[Any]:
+    """Return the steps that a copier sends, and what it tells."""
+    got = list[dict[str, Any]]()
+    told = Copier(folder, got.extend).finish(20)
+    return [*(line.get("step", line["op"]) for line in got), told]
 
 
 def test_pandas_reads_a_record_and_numbers_are_exact(tmp_path: Path) -> None:
@@ -49,61 +65,33 @@ def test_pandas_reads_a_record_and_numbers_are_exact(tmp_path: Path) -> None:
     assert table["final_a"].dropna().tolist() == [0.25]
     assert {file.name for file in path.parent.iterdir()} == {"record.jsonl"}
     assert path.stat().st_mode & 0o077 == 0
-    assert waiting(tmp_path / "runs") == 0
+    assert waiting([path.parent]) == 0
 
 
-def test_records_are_read_from_any_line_on_and_metrics_keep_their_names(tmp_path: Path) -> None:
+def test_lines_are_read_from_any_offset_on_and_metrics_keep_their_names(tmp_path: Path) -> None:
     record = written(tmp_path)
-    first = record.read(0, 3)
-    assert steps_of(first) == [0, 1, 2]
-    assert steps_of(record.read(first[-1]["end"], 10)) == [3, 4, 5]
-    assert metrics_of(first[2]) == {"train/loss": 1 / 3}
-    record.append({"op": "tags", "values": {"\udc80": "x"}})  # no valid Unicode
-    assert record.read(record.read(0, 9)[-1]["n"], 1)[0]["values"] == {"?": "x"}
+    lines = list(read(tmp_path))
+    assert steps_of(tmp_path, lines[2][1]) == [3, 4, 5]
+    assert metrics_of(lines[2][0]) == {"train/loss": 1 / 3}
+    begin = lines[-1][1]
+    end = record.append({"op": "tags", "values": {"\udc80": "x"}})  # no valid Unicode
+    assert [(line["values"], at) for line, at in read(tmp_path, begin)] == [({"?": "x"}, end)]
+    assert last_op(tmp_path) == "tags"
 
 
-@pytest.mark.parametrize("sent", [False, True])
-def test_a_later_attempt_records_no_step_twice(tmp_path: Path, sent: bool) -> None:
-    tracker = open_tracker("files", "x", tmp_path)
-    tracker.start("run", {}, {}, "")
-    for step in (20, 40, 60):
-        tracker.log_metrics({"loss": 1.0, "fine": 2.0} if step > 20 else {"loss": 1.0}, step)
-    tracker.close()
-    record = RecordFile(tmp_path / "runs" / "run")
-    if sent:
-        assert Sender(record, lambda _: None).close(20)
-    tracker = open_tracker("files", "x", tmp_path)
-    tracker.resume("run", {})
-    for step in (40, 60, 80):
-        tracker.log_metrics({"loss": 1.5, "fine": 2.0, "new": 3.0}, step)
-        tracker.log_metrics({"new": 4.0}, step)  # one attempt may do so
-    tracker.log_summary({"loss": 1.0})
-    tracker.finish("FINISHED")
-    points = [(name, r["step"]) for r in record.all() if r["op"] == "metrics" for name in metrics_of(r)]
-    for name, steps in (
-        ("loss", [20, 40, 60, 80]),
-        ("fine", [40, 60, 80]),
-        ("new", [40, 40, 60, 60, 80, 80]),
-    ):
-        assert [step for found, step in points if found == name] == steps
-    assert [r["loss"] for r in record.all() if r["op"] == "summary"] == [1.0]
-
-
-def test_one_at_a_time_sends(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    one = RecordFile(runs / "run")
-    one.folder.mkdir(parents=True)
-    one.append({"op": "run", "run_id": "7", "experiment_id": "1", "tracking_uri": "sqlite://"})
-    two = RecordFile(runs / "run")
-    assert one.hold()
-    assert not two.hold()
-    assert waiting(runs) == 0  # somebody is at it
-    one.release()
-    assert two.hold()
-    two.release()
-    assert waiting(runs) == 1
-    assert [record.destination()["run_id"] for record in records(runs)] == ["7"]
-    assert {path.name for path in (runs / "run").iterdir()} == {"record.jsonl"}  # no lock is left
+def test_a_record_waits_until_it_is_copied_unless_somebody_is_at_it(tmp_path: Path) -> None:
+    record = written(tmp_path, 0)
+    record.append({"op": "run", "run_id": "7", "experiment_id": "1", "tracking_uri": "sqlite://"})
+    held = FileLock(record.path)
+    assert held.acquire()
+    assert waits(tmp_path)
+    assert waiting([tmp_path]) == 0
+    held.release()
+    assert waiting([tmp_path, tmp_path / "removed"]) == 1
+    assert destination(tmp_path)["run_id"] == "7"
+    assert {path.name for path in tmp_path.iterdir()} == {"record.jsonl"}  # no lock is left
+    assert copied(tmp_path) == ["run", ""]
+    assert not waits(tmp_path)
 
 
 def test_what_a_killed_process_appended_is_there(tmp_path: Path) -> None:
@@ -119,70 +107,64 @@ def test_what_a_killed_process_appended_is_there(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         told = int((folder / "told").read_text() or 0) if (folder / "told").exists() else -1
-        there = steps_of(list(RecordFile(folder).all()) if (folder / "record.jsonl").exists() else [])
+        there = steps_of(folder) if (folder / "record.jsonl").exists() else []
         assert there == list(range(len(there)))
         assert len(there) > told
 
 
-def lines_of(record: RecordFile) -> list[bytes]:
-    return record.path.read_bytes().splitlines(keepends=True)
+@pytest.mark.parametrize(
+    "line",
+    [b'{"op":"metrics","t":1\n', b"\xff\x00\n", b"\n", b"7\n", b"[" * 100_000 + b"\n", b'{"op":1,"t":1}\n'],
+)
+@pytest.mark.parametrize("place", [0, 1, 5])
+def test_a_damaged_line_costs_itself(tmp_path: Path, line: bytes, place: int) -> None:
+    record = written(tmp_path)
+    lines = record.path.read_bytes().splitlines(keepends=True)
+    lines[place] = line
+    record.path.write_bytes(b"".join(lines))
+    assert steps_of(tmp_path) == [None if n == place else n for n in range(6)]
+    assert copied(tmp_path) == [
+        *(n for n in range(6) if n != place),
+        "MLflow lacks 1 line of the record (damaged)",
+    ]
+
+
+def test_a_line_that_a_crash_cut_off_is_removed(tmp_path: Path) -> None:
+    record = written(tmp_path)
+    record.path.write_bytes(record.path.read_bytes()[:-9])
+    assert last_op(tmp_path) == "metrics"
+    record.append(of_metrics({"train/loss": 0.0}, 6))
+    assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 6]
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda line: line.replace(b'"train/loss":0.5', b'"train/loss":0.6'),  # still JSON
-        lambda line: line[:20] + b"\n",
-        lambda line: b"\xff\x00" * 9 + b"\n",
-        lambda line: b"\n",
-        lambda line: b"7\n",
-        lambda line: b"[" * 100_000 + b"\n",
-    ],
+    "page", [b"", b"{", b"null", b'{"offset": -1}', b"\xff", b'{"offset": "x"}', b'{"offset": 9999}']
 )
-@pytest.mark.parametrize("place", [0, 1, 5])
-def test_a_damaged_line_costs_itself_and_is_counted(tmp_path: Path, damage: Any, place: int) -> None:
-    record, got = written(tmp_path), list[dict[str, Any]]()
-    lines = lines_of(record)
-    lines[place] = damage(lines[1])
-    record.path.write_bytes(b"".join(lines))
-    assert steps_of(record.read(0, 9)) == [DAMAGED if n == place else n for n in range(6)]
-    assert Sender(record, got.extend).deliver(20) == (True, Losses(damaged=1))
-    assert steps_of(got) == [*(n for n in range(6) if n != place), "losses", "whole"]
-    assert got[-2]["text"] == "1 record damaged on the disk"
-
-
-def test_a_line_that_a_crash_cut_off_costs_none_of_those_after_it(tmp_path: Path) -> None:
-    record, got = written(tmp_path), list[dict[str, Any]]()
-    record.path.write_bytes(record.path.read_bytes()[:-9] + bytes(100))  # as after a power loss
-    record.append(of_metrics({"train/loss": 0.0}, 6))
-    assert Sender(record, got.extend).deliver(20) == (True, Losses(damaged=1))
-    assert steps_of(got) == [0, 1, 2, 3, 4, 6, "losses", "whole"]
-
-
-@pytest.mark.parametrize("page", [b"", b"{", b"null", b'{"offset": -1}', b"\xff", b'{"offset": "x"}'])
 def test_a_damaged_page_of_what_was_sent_sends_all_again(tmp_path: Path, page: bytes) -> None:
-    record, got = written(tmp_path), list[dict[str, Any]]()
-    assert Sender(record, lambda _: None).close(20)
-    assert record.sent() == Sent(offset=record.size)
+    record = written(tmp_path)
+    assert copied(tmp_path) == [*range(6), ""]
+    assert Sent.read(tmp_path) == Sent(record.path.stat().st_size)
     (tmp_path / "record.sent").write_bytes(page)
-    assert Sender(record, got.extend).close(20)
-    assert steps_of(got) == list(range(6))
-    assert record.sent().offset == record.size
+    assert copied(tmp_path) == [*range(6), ""]
+    assert copied(tmp_path) == [""]
 
 
-def test_a_full_disk_costs_lines_of_metrics_that_are_counted(tmp_path: Path) -> None:
-    record, got = written(tmp_path, 1), list[dict[str, Any]]()
-    with files_of_at_most(record.size + 50):
-        for _ in range(2):
-            with pytest.raises(OSError, match=r"record\.jsonl") as error:
-                record.append(of_metrics({"long": 1.0, **{f"name {i}": 1.0 for i in range(500)}}, 1))
-            assert error.value.errno in (errno.EFBIG, errno.ENOSPC)
-            record.count_unkept()
-    record.append(of_metrics({"a": 2.0}, 2))
-    record.release()
-    assert Sender(record, got.extend).deliver(20) == (True, Losses(unkept=2))
-    assert steps_of(got) == [0, 2, "losses", "whole"]
-    assert "2 records not written down" in got[-2]["text"]
+def test_a_full_disk_costs_lines_of_metrics_and_no_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = open_tracker("files", "x", tmp_path)
+    tracker.start("run", {}, {}, "")
+    record = RecordFile(tmp_path / "runs" / "run")
+    with files_of_at_most(record.path.stat().st_size + 50):
+        for step in (1, 2):
+            tracker.log_metrics({f"name {i}": 1.0 for i in range(500)}, step)
+        with pytest.raises(OSError, match=r"record\.jsonl") as error:
+            tracker.set_tags({"long": "x" * 500})
+        assert error.value.errno in (errno.EFBIG, errno.ENOSPC)
+    tracker.log_metrics({"a": 2.0}, 3)
+    tracker.finish("FINISHED")
+    assert steps_of(record.folder) == ["run", "params", "tags", 3, "status"]
+    assert [message.partition(":")[0] for message in caplog.messages] == ["metrics cannot be recorded"]
 
 
 def test_what_must_outlive_a_loss_of_power_is_synced_and_a_step_is_not(
@@ -193,19 +175,5 @@ def test_what_must_outlive_a_loss_of_power_is_synced_and_a_step_is_not(
     record = written(tmp_path)
     assert synced == []
     record.sync()
-    record.append({"op": "tags", "values": {}}, sync=True)
-    assert synced[0] < synced[1] == record.size
-
-
-def test_a_record_is_small_when_it_has_arrived_and_goes_on_when_its_run_does(tmp_path: Path) -> None:
-    record, got = written(tmp_path), list[dict[str, Any]]()
-    assert Sender(record, got.extend).deliver(20) == (True, Losses())
-    assert record.sent() == Sent(offset=record.size, closed=True)
-    held = FileLock(record.path)
-    assert held.acquire()  # nobody else holds it
-    held.release()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1000
-    record.append(of_metrics({"train/loss": 0.1}, 7))
-    assert Sender(record, got.extend).close(20)
-    assert not record.sent().closed
-    assert steps_of(got) == [*range(6), "whole", 7]
+    end = record.append({"op": "tags", "values": {}}, sync=True)
+    assert synced[0] < synced[1] == end
