@@ -58,8 +58,8 @@ class Flags(Command):
         if not 2 <= len(chosen) <= _MOST:
             raise UserError(f"a comparison needs two to {_MOST} runs, and these are {len(chosen)}")
         print("\n\n".join(tables(chosen)))
-        if curves := _curves(chosen):
-            print(f"\n{curves}")
+        if where := curves(chosen):
+            print(f"\n{where}")
         return 0
 
 
@@ -99,7 +99,7 @@ def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
 
 
-def _curves(runs: "Sequence[Run]") -> str:
+def curves(runs: "Sequence[Run]") -> str:
     """Return where MLflow compares the curves; "" unless one MLflow has all of these runs, which are the data
     folder's own: a page from elsewhere may name any server."""
     from dphybrid.tracking.record import destination

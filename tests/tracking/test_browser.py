@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from dphybrid.cli.compare import curves
+from dphybrid.config.settings import Settings
+from dphybrid.run.folder import all_runs
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import comparison_path, read_runs
 from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.tracking.conftest import MlflowServer
@@ -115,6 +117,7 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
 
 
 def test_the_address_of_a_comparison_shows_the_runs_side_by_side(seen: Seen) -> None:
-    runs = read_runs(seen.server.uri, [report.run_id for report in seen.reports])
-    page = seen.open(f"{seen.server.uri}/#{comparison_path(runs)}", "compare", "Comparing 3 Runs")
-    assert all(run.name in page.inner_text("body") for run in runs)
+    settings = Settings(data_dir=seen.server.folder / "data", tracking_uri=seen.server.uri)
+    address = curves(all_runs(settings)).removeprefix("Curves: ")
+    page = seen.open(address, "compare", "Comparing 3 Runs")
+    assert all(report.run_name in page.inner_text("body") for report in seen.reports)
