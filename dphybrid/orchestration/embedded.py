@@ -2,6 +2,7 @@
 set."""
 
 import atexit
+import ctypes
 import logging
 import os
 import signal
@@ -94,11 +95,19 @@ def start_server() -> "tuple[subprocess.Popen[bytes], str]":
     # still needs its server; a child inherits the signal mask of the thread that starts it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
-        process = subprocess.Popen(argv, env={**os.environ, **settings, **_OF_SERVER})
+        process = subprocess.Popen(
+            argv, env={**os.environ, **settings, **_OF_SERVER}, preexec_fn=_end_with_parent
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     atexit.register(stop_server, process)
     return process, f"http://127.0.0.1:{port}/api"
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent dies, however that ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def wait_for(server: "subprocess.Popen[bytes]", address: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import httpx
+import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -30,6 +31,21 @@ def test_threads_ask_the_server_of_their_flow(monkeypatch: pytest.MonkeyPatch) -
     ):
         wait_until(lambda: len(asked) > 1, "the server was asked twice")
     assert set(asked) == {"http://127.0.0.1:9/api"}
+
+
+def test_a_process_that_ends_with_its_parent_ends_when_that_is_killed() -> None:
+    code = (
+        "import subprocess, time; from dphybrid.orchestration.embedded import _end_with_parent; "
+        "child = subprocess.Popen(['sleep', '600'], preexec_fn=_end_with_parent); "
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    wait_until(
+        lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child has ended", 30
+    )
 
 
 @pytest.mark.nightly
