@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from dphybrid.embedding import RowPipeline, dense_parameters, find_tables, host_tables, row_optimizer
@@ -134,3 +135,27 @@ def test_what_transformers_does_with_the_model_goes_on_working(tmp_path: Path) -
         model.train()(input_ids=prompt, labels=prompt, use_cache=False).loss.backward()
         assert model.get_submodule(table).weight.grad.is_sparse
         assert next(dense_parameters(model)) is not None
+
+
+def test_the_trainer_trains_rows_over_a_published_table_as_resident_ones(tmp_path: Path) -> None:
+    from examples.memory.with_transformers import make_trainer
+    from examples.trainers.with_transformers import losses_of
+
+    model, table = make("qwen")
+    rows = model.get_submodule(table).weight.detach()
+    stored, scale = (rows / 0.01).to(torch.float8_e4m3fn), torch.tensor(0.01)
+    tensors = {f"{table}.shard_{number}.weight": part.clone() for number, part in enumerate(stored.chunk(4))}
+    save_file({**tensors, f"{table}.weight_scale": scale}, tmp_path / "model.safetensors")
+    rows.copy_(stored.float() * scale)
+    adapted = copy.deepcopy(model)
+    host_tables(model, "300 kB")
+    assert host_tables(adapted, "300 kB", mapped=tmp_path, train="rows") == [table]
+    losses = []
+    for each in (model, adapted):
+        trainer = make_trainer(each, row_optimizer("adam", each, lr=0.01), str(tmp_path / "run"))
+        trainer.train()
+        losses.append(losses_of(trainer))
+    assert losses[0] == losses[1]
+    with torch.no_grad():
+        ids = torch.arange(len(rows))
+        assert torch.equal(adapted.get_submodule(table)(ids), model.get_submodule(table)(ids))
