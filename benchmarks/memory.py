@@ -1,10 +1,11 @@
 """A decoder's step with a memory table: resident, in host memory, and mapped; its states by optimizer.
 
-    python -m benchmarks.memory [--rows 1000000] [--steps 20] [--mapped-gib 48]
+    python -m benchmarks.memory [--rows 1000000] [--steps 20] [--mapped-gib 48] [--only lookups]
 
-Prints, for each way to hold the table, the median time of a step (the ways take turns) and the bytes of rows
-and states; then the time of a step over a mapped table of --mapped-gib GiB (a sparse file) beside one of a
-hundredth. On a GPU `benchmarks.gpu` measures what a memory adds to a step (`overhead`).
+Prints how many rows a second one thread looks up, by how they are stored; for each way to hold the table, the
+median time of a step (the ways take turns) and the bytes of rows and states; then the time of a step over a
+mapped table of --mapped-gib GiB (a sparse file) beside one of a hundredth. On a GPU `benchmarks.gpu` measures
+what a memory adds to a step (`overhead`).
 
 Letters: B samples, T tokens.
 """
@@ -16,9 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,7 +105,7 @@ def step_ms(model: Model, rows: torch.optim.Optimizer | None, steps: int, mode: 
     dense = torch.optim.AdamW([p for p in dense_parameters(model) if p not in own])
     optimizers = [dense, *([rows] if rows else [])]
     given, times = batches(steps + 1), []
-    with RowPipeline(model, mode=mode) if rows else nullcontext() as pipeline:
+    with RowPipeline(model, mode=mode) if model.has_memory else nullcontext() as pipeline:
         start = time.perf_counter()
         for tokens_BT, next_BT in pipeline.prefetch(given, model.table_ids) if pipeline else given:
             model(tokens_BT, next_BT).backward()
@@ -115,17 +120,80 @@ def step_ms(model: Model, rows: torch.optim.Optimizer | None, steps: int, mode: 
     return times[1:]
 
 
+def published(folder: Path, train: str | None) -> Callable[[HostEmbedding], nn.Module]:
+    """Return a function that makes a table mapped from FP8 files of its shape. train: of `host_tables`."""
+
+    def hold(table: HostEmbedding) -> nn.Module:
+        made: nn.Module = nn.Embedding(table.num_rows, table.dim, device="meta")
+        tensors = {"weight": torch.zeros(table.num_rows, table.dim, dtype=torch.float8_e4m3fn)}
+        save_file({**tensors, "weight_scale": torch.ones(1)}, folder / "model.safetensors")
+        host_tables(made, 0, mapped=folder, train=train, most_rows=table.num_rows)
+        return made
+
+    return hold
+
+
 def overhead(device: torch.device, rounds: int, steps: int, *, rows: int, width: int) -> dict[str, float]:
-    """Return the median ms of a step without a memory, and with one whose rows are looked up in the step
-    ("off") or fetched ahead ("exact"); the three take turns."""
-    plain, model = Model(0, width=width).to(device), Model(rows, width=width).to(device)
-    optimizer = row_optimizer("adam", model, lr=0.001)
-    times: dict[str, list[float]] = {"without": [], "off": [], "exact": []}
-    for _ in range(rounds):
-        times["without"] += step_ms(plain, None, steps)
-        for mode in ("off", "exact"):
-            times[mode] += step_ms(model, optimizer, steps, mode)
+    """Return the median ms of a step without a memory, and with one whose rows are in host memory, mapped
+    from FP8 files ("mapped"), or trained over those ("adapted"), and are looked up in the step ("off") or
+    fetched ahead ("exact"); all take turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = {
+            "without": Model(0, width=width),
+            "": Model(rows, width=width),
+            "mapped ": Model(rows, published(Path(folder), None), width=width),
+            "adapted ": Model(rows, published(Path(folder), "rows"), width=width),
+        }
+        times: dict[str, list[float]] = {}
+        optimizers = {
+            name: row_optimizer("adam", models[name].to(device), lr=0.001) for name in ("", "adapted ")
+        }
+        for _ in range(rounds):
+            for name, model in models.items():
+                for mode in ("off", "exact") if model.has_memory else ("",):
+                    found = step_ms(model.to(device), optimizers.get(name), steps, mode or "off")
+                    times.setdefault(f"{name}{mode}", []).extend(found)
     return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _by_numpy(stored_bytes: Any, of_byte: Any, ids: Tensor) -> Any:
+    return of_byte[np.take(stored_bytes, ids.numpy(), 0)]
+
+
+def lookups(folder: Path, rows: int = 1_000_000, dim: int = 160, count: int = 16_384) -> dict[str, float]:
+    """Return the million rows a second that one thread looks up in batches of `count` random ids, by how the
+    rows are stored; median of 12 rounds in which all take turns, files in the page cache."""
+    ways: dict[str, Callable[[Tensor], object]] = {}
+    values = torch.randn(rows, dim)
+    for name, dtype in (
+        ("FP8", torch.float8_e4m3fn),
+        ("bfloat16", torch.bfloat16),
+        ("float32", torch.float32),
+    ):
+        (folder / name).mkdir()
+        stored = values.to(dtype)
+        scale = {"weight_scale": torch.tensor([0.5])} if name == "FP8" else {}
+        save_file({"weight": stored, **scale}, folder / name / "model.safetensors")
+        table: nn.Module = nn.Embedding(rows, dim, device="meta")
+        host_tables(table, 0, mapped=folder / name)
+        ways[f"{name}, mapped"] = table
+        if name == "FP8":
+            of_byte = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy() * 0.5
+            ways["FP8, numpy: take of bytes, table of 256 values"] = partial(
+                _by_numpy, stored.view(torch.uint8).numpy(), of_byte
+            )
+        else:
+            ways[f"{name}, resident"] = HostEmbedding.from_pretrained(stored)
+    threads, times = torch.get_num_threads(), {name: [] for name in ways}
+    torch.set_num_threads(1)
+    for _ in range(13):
+        ids = torch.randint(rows, (count,))
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way(ids)
+            times[name].append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return {name: count / 1e6 / statistics.median(found[1:]) for name, found in times.items()}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -158,8 +226,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mapped-gib", type=float, default=48.0)
+    parser.add_argument("--only", choices=["lookups"])
     given = parser.parse_args()
     print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, millions in lookups(Path(folder)).items():
+            print(f"{name:48} {millions:6.1f} million rows of 160 a second")
+    if given.only:
+        return
     made: dict[str, tuple[Model, torch.optim.Optimizer]] = {}
     for name, sparse, kind in (
         ("resident, Adam", False, torch.optim.Adam),
