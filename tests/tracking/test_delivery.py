@@ -55,7 +55,7 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
     tracker.attach("run")
     for step in (1, 2):
         tracker.log_metrics({"valid/auc": 0.5 * step}, step)
-        kept = card(tmp_path, step)
+        kept = card(tmp_path / "store" / "runs" / "run", step)
         tracker.log_checkpoints([kept], None)
         if step == 1:
             shutil.rmtree(kept["folder"])
@@ -76,7 +76,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         tracker = open_tracker(None, "names", tmp_path)
         tracker.start(f"run-{number}", {}, {"dphybrid.recipe": "ctr"}, "")
         tracker.log_metrics({"valid/auc": 0.5}, 1)
-        tracker.log_checkpoints([card(tmp_path / str(number))], None)
+        tracker.log_checkpoints([card(tmp_path / "runs" / f"run-{number}")], None)
         assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
         tracker.finish("FINISHED")
     registry = Registry(tracker.tracking_uri)
@@ -103,7 +103,7 @@ def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupte
     tracker = open_tracker(None, "interrupted", tmp_path)
     tracker.start("run", {}, {"dphybrid.recipe": "ctr"}, "")
     tracker.log_metrics({"valid/auc": 0.5}, 1)
-    tracker.log_checkpoints([card(tmp_path / "1")], None)
+    tracker.log_checkpoints([card(tmp_path / "runs" / "run")], None)
     assert tracker.register("clicks", "uid-1", "challenger") == ""
     registry = Registry(tracker.tracking_uri)
     champion = registry.champion("clicks")

@@ -20,7 +20,7 @@ def run(store: Path, number: int) -> None:
     tracker = open_tracker(None, "together", store)
     tracker.start(f"run-{number}", {f"param.{i}": str(i) for i in range(20)}, {"number": str(number)}, "note")
     tracker.log_dataset("data", "digest-of-all", "here", 100, ["a", "b"], "training")
-    folder = store / f"checkpoints-{number}"
+    folder = store / "runs" / f"run-{number}" / "checkpoints"
     for step in range(1, STEPS + 1):
         tracker.log_metrics({"train/loss": 1 / step, "valid/auc": step / STEPS}, step)
         if step % 10 == 0:
