@@ -211,3 +211,8 @@ def test_a_share_beside_files_that_choose_the_split_is_refused(tmp_path: Path) -
         )
         with refused("valid_fraction=0.5 does nothing: .*valid.txt"):
             find_recipe(recipe).source(config.data, 0)
+
+
+def test_a_number_that_no_float_holds_is_told_in_a_line() -> None:
+    with refused(r"^train\.lr = 10{299}\.\.\.: must be a valid number$"):
+        build_config({"recipe": "toy", "train": {"lr": 10**400}})

@@ -310,4 +310,5 @@ def _explain(item: Any, origins: Mapping[str, str], recipe: str) -> str:
     # A section's input is a dict of all its values: too long for a message.
     if isinstance(item.get("input"), dict):
         return f"{name}{where}: {message}"
-    return f"{name} = {item['input']!r}{where}: {message}"
+    shown = repr(item["input"])
+    return f"{name} = {shown if len(shown) <= 300 else f'{shown[:300]}...'}{where}: {message}"

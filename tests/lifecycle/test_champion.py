@@ -19,6 +19,7 @@ from mlflow.tracking import MlflowClient
 
 import dphybrid
 from dphybrid.config import ExperimentConfig
+from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import champion
 from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, open_registry
@@ -102,7 +103,8 @@ class Shop:
         self._register(run, name)
         copy = self.settings.runs_dir / f"{run.folder.name}-{name}"
         shutil.copytree(run.folder, copy, ignore=shutil.ignore_patterns(".lock"))
-        page = run.page.model_dump() | {"tags": {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}}
+        tags = {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}
+        page = run.page.model_dump() | {"tags": tags, "uid": enter(copy)}
         page["config"]["checkpoint"]["register_as"] = name
         type(run.page).model_validate(page).write(copy / "run.json")
         return read_run(copy, self.settings)
