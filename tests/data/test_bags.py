@@ -284,8 +284,8 @@ def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"label": "tags"}, "data.label='tags': holds lists; name a column of single values"),
-        ({"weight": "tags"}, "data.weight='tags': .*holds"),
-        ({"split": "key", "split_column": "tags"}, "tags"),
+        ({"weight": "tags"}, "data.weight='tags': holds lists"),
+        ({"split": "key", "split_column": "tags"}, "data.split_column='tags': holds lists"),
         *(
             ({field: ("tags",)}, f"column 'tags' holds lists, but {role} columns need single values")
             for field, role in (

@@ -182,6 +182,11 @@ class TableSource(Source):
         names = rows.names
         taken = self._taken(names, rows.header)
         by_field = {what: name for name, what in taken.items()}
+        by = _split_name(names, data) if data.split_column else ""
+        schema = rows.frame.collect_schema()
+        for what, name in (by_field | ({"split_column": by} if by else {})).items():
+            if schema[name].is_nested():
+                raise UserError(f"data.{what}={name!r}: holds lists; name a column of single values")
         cells = rows.column(by_field["label"])
         if not cells.count():
             raise UserError(
@@ -210,7 +215,6 @@ class TableSource(Source):
         of_files += [TEST] * len(self.test_files)
         part_B = np.repeat(np.array(of_files), rows.sizes)[table.keep_B]
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(len(table))
-        by = _split_name(names, data) if data.split_column else ""
         column = table.column(by) if by else None
         dates = rows.forms.get(by, Form()).dates
         split = split_rows(data, self.seed, part_B, classes_B, column, dates)
@@ -414,10 +418,8 @@ def _split_name(names: list[str], data: TableDataConfig) -> str:
 def _weights(rows: Rows, name: str) -> Array:
     """Return the rows' weights (B,). Raises UserError that names the first wrong one."""
     cells = rows.column(name)
-    numbers = cells.cast(pl.Float64, strict=False) if cells.dtype != pl.List else cells.clear()
-    weights_B: Array = numbers.fill_null(np.nan).to_numpy()
-    wrong = np.flatnonzero(~(weights_B >= 0)) if len(weights_B) == len(cells) else np.zeros(1, int)
-    if len(wrong):
+    weights_B: Array = cells.cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy()
+    if len(wrong := np.flatnonzero(~(weights_B >= 0))):
         files, lines = rows.lines()
         place = int(wrong[0])
         raise UserError(
