@@ -307,3 +307,10 @@ def test_a_later_file_with_lists_is_refused(tmp_path: Path) -> None:
         pl.DataFrame({"x": cells, "y": [0, 1] * 20}).write_parquet(tmp_path / f"{name}.parquet")
     with refused("column 'x' holds lists in some files and other values in others"):
         from_file(tmp_path, label="y", min_count=1)
+
+
+def test_lists_in_a_column_of_single_values_are_refused_later(tmp_path: Path) -> None:
+    pl.DataFrame({"x": ["u", "v"] * 20, "y": [0, 1] * 20}).write_parquet(tmp_path / "x.parquet")
+    encoder = Encoder.load(from_file(tmp_path / "x.parquet").path / "encoder")
+    with refused(r"column 'x' holds List\(String\), but training had single values"):
+        encoder.encode(pl.DataFrame({"x": [["u"]]}), ())

@@ -205,7 +205,6 @@ def dialect_of(file: Path, data: RowFiles, named: Sequence[str], as_text: bool =
 def _dialect(
     file: Path, _stamp: tuple[int, int], data: RowFiles, named: tuple[str, ...], as_text: bool
 ) -> Dialect:
-
     with _connect() as connection:
         return _sniff(connection, file, data, named, as_text)
 

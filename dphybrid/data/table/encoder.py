@@ -140,6 +140,11 @@ class Encoder:
         dense, ids, bags = list[Array](), list[Array](), list[Array]()
         for column in self._read:
             cells = frame.get_column(column.name).alias("")
+            if cells.dtype.is_nested() and not isinstance(column, Bag):
+                raise UserError(
+                    f"column {column.name!r} holds {cells.dtype}, but training had single values; write "
+                    "one in each row"
+                )
             values = column.read(cells, no_value)
             if unknown is not None:
                 unknown.add(column.name, *column.unknown(cells, values, no_value))

@@ -432,9 +432,8 @@ def column_of(
             raise UserError(
                 f"column {name!r} holds {train.dtype}, not single values or lists of them; write it otherwise"
             )
-        return Ignore(
-            name=name
-        ), f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
+        why = f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
+        return Ignore(name=name), why
     cells = train if train.dtype == pl.List else with_gaps(train, None)
     sample = cells.gather_every(step_of(len(cells)))
     if role is None and counts_rows(name, every):
@@ -521,11 +520,8 @@ def _role_of(
         if some.str.contains(r"(?s)^\[.*\]$").all():
             return "bag", "lists in brackets", form
         if float(some.str.contains("|", literal=True).mean() or 0) > 0.5:  # type: ignore[arg-type]
-            return (
-                "categorical",
-                f"most cells hold '|'; --data.bags '{name}:|' reads the items between the marks",
-                form,
-            )
+            flag = f"--data.bags '{name}:|'"
+            return "categorical", f"most cells hold '|'; {flag} reads the items between the marks", form
     return "categorical", "", form
 
 
@@ -538,10 +534,8 @@ def _role_of_numbers(
     named_id, largest = bool(NAMES_AN_ID.search(name)), _largest(cells)
     unit = unit_of(cells) if largest <= 2**63 else ""
     if unit and (given == "time" or (given is None and not named_id and _NAMES_A_TIME.search(name))):
-        how = (
-            f"!whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
-        )
-        return "time", how, form.model_copy(update={"unit": unit})
+        how = f"whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
+        return "time", f"!{how}", form.model_copy(update={"unit": unit})
     repeated = float(known.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
     if largest > EXACT and known.dtype.is_float() and (named_id or repeated or given == "categorical"):
         merged = "floats beyond 2^53 have merged ids; write them as whole numbers or texts"

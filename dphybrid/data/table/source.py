@@ -171,7 +171,8 @@ class TableSource(Source):
             split = find_column(names, data.split_column, "data.split_column", header, self.read_files[0])
             # The name of a row's part says nothing about it; a time or a key may be a feature.
             taken |= {split: "split_column"} if data.split == "named" else {}
-        roles_given(names, data, self.schema, taken, header)
+        if not self.base:  # whose roles hold, whatever comes or goes
+            roles_given(names, data, self.schema, taken, header)
         return taken
 
     def read(self, progress: Progress, scratch: Path) -> Content:
@@ -254,8 +255,8 @@ class TableSource(Source):
         are new."""
         data, rows, found = self.data, table.rows, _Fitted()
         train_B, valid_B = (pl.Series(split.part_B == part) for part in (TRAIN, VALID))
-        names = [name for name in table.rows.names if name not in taken]
-        given = roles_given(table.rows.names, data, self.schema, taken, rows.header)
+        names = [name for name in rows.names if name not in taken]
+        given = {} if self.base else roles_given(rows.names, data, self.schema, taken, rows.header)
         before = {column.name: column for column in self.base.encoder.columns} if self.base else {}
         for number, name in enumerate(names):
             if self.base and name not in before:
