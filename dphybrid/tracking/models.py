@@ -273,7 +273,7 @@ class Version:
     run_id: str
     run_tags: Mapping[str, str]
     decision: str
-    undecided: bool
+    undecided: bool = False
 
     @property
     def uri(self) -> str:
