@@ -127,4 +127,6 @@ def test_any_name_of_the_data_folder_names_its_database(
     uri = store_to_read(None, settings.mlflow_dir)
     assert MlflowClient(uri).get_run(report.run_id).info.status == "FINISHED"
     assert "Nothing to do" in command("sync")
-    assert "run: stays, version 1 of its model is m@champion" in command("runs", "remove", "run", "--yes")
+    assert "run: stays, version 1 of its model is m@champion" in command(
+        "runs", "remove", "run", "--yes", ends=1
+    )

@@ -104,7 +104,9 @@ def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
     assert [run.folder.name for run in removal.runs] == ["v1", "v2"]
     assert removal.kept.keys() == {"v3", "v4", "alive"}
     assert removal.kept["alive"] == "it is running"
-    assert "v3: stays, version 3 of its model is m@champion" in command("runs", "remove", "v3", "--yes")
+    assert "v3: stays, version 3 of its model is m@champion" in command(
+        "runs", "remove", "v3", "--yes", ends=1
+    )
     meanwhile = plan_removal(load_settings(), older_than_days=0)
     command("runs", "remove", "--older-than", "0", "--yes")
     runs_dir = data_dir / "runs"
@@ -167,7 +169,7 @@ def test_a_run_whose_server_cannot_be_asked_stays(rows: None, data_dir: Path) ->
         file.append({"op": "run", "run_id": "7", "experiment_id": "1", "tracking_uri": noted})
         file.close()
         assert told in plan_removal(load_settings(), ["mine"]).kept["mine"]
-        assert "mine: stays" in command("runs", "remove", "mine", "--yes")
+        assert "mine: stays" in command("runs", "remove", "mine", "--yes", ends=1)
 
 
 @pytest.mark.usefixtures("unrecorded")

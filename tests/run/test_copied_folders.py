@@ -55,5 +55,5 @@ def test_a_run_seen_through_a_link_is_no_copy(data_dir: Path, monkeypatch: pytes
     run_with(*TOY, "checkpoint.register_as=m", run_name="first")
     Path("linked").symlink_to(data_dir)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(Path("linked").absolute()))
-    told = command("runs", "remove", "first", "--yes")
+    told = command("runs", "remove", "first", "--yes", ends=1)
     assert "first: stays, version 1 of its model is m@champion" in told

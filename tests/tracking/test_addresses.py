@@ -37,7 +37,7 @@ def test_without_variables_the_champion_stays_and_an_old_run_goes(
     for own in ("", "none", "files"):
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
         monkeypatch.setenv("DPHYBRID_TRACKING_URI", own)
-        told = command("runs", "remove", "r1", "r2", "--yes")
+        told = command("runs", "remove", "r1", "r2", "--yes", ends=1)
         assert "r1: stays, version 1 of its model is m@champion" in told
         assert "r2: stays, version 2 of its model is m@challenger" in told
     assert command("runs", "remove", "plain", "--yes") == "plain: removed\n"
