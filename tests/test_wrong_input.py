@@ -161,9 +161,15 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("sweep --recipe toy --grid {}", "grid: give at least one field"),
         ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
         ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "a range needs --trials"),
-        ('sweep --recipe toy --grid {"train.lr":["x"]}', "cell 1 .*from overrides.: must be a valid number$"),
-        ('sweep --recipe toy --grid {"train.batchsize":[1]}', "cell 1 .*did you mean 'train.batch_size'"),
-        ('sweep --recipe toy --grid {"train.epochs":[1,-1]}', "cell 2 .train.epochs=-1.*train.epochs"),
+        (
+            'sweep --recipe toy --grid {"train.lr":["x"]}',
+            ".train.lr=x.: .*from overrides.: must be a valid number$",
+        ),
+        (
+            'sweep --recipe toy --grid {"train.batchsize":[1]}',
+            "batchsize=1.: .*did you mean 'train.batch_size'",
+        ),
+        ('sweep --recipe toy --grid {"train.epochs":[1,-1]}', "grid: .train.epochs=-1.: train.epochs"),
         (f"sweep --recipe toy --grid {MANY}", "380 combinations"),
         ('sweep --recipe toy --grid {"train.lr":[1]} --sweep a/b', "--sweep 'a/b': use a plain name"),
         ('sweep --recipe toy --grid {"train.lr":[1]} --at-once -1', "at_once=-1: give the number of runs"),
