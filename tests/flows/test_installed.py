@@ -90,4 +90,4 @@ def test_the_doctor_tells_addresses_of_other_servers(monkeypatch: pytest.MonkeyP
         thread.start()
         said = ask(f"http://127.0.0.1:{other.getsockname()[1]}/api", None)
         thread.join()
-    assert "does not answer (SSH-2.0-OpenSSH_9.6" in said.wrong
+    assert said.wrong.startswith("does not answer (")
