@@ -39,12 +39,12 @@ def test_an_address_without_a_server_is_told_in_a_line(
 
 def test_a_server_that_refuses_is_not_one_that_does_not_answer() -> None:
     answer = httpx.Response(409, request=httpx.Request("POST", "http://s/api"))
-    away = temporary_settings({PREFECT_API_URL: "http://s/api"})
-    with away, refused("the server refuses: 409 Conflict"), reaching_server():
-        answer.raise_for_status()
-    twice = refused("http://s/api: another command set it up meanwhile; try again")
-    with away, twice, reaching_server():  # two `dphybrid deploy` at once, on a new server
-        raise ObjectAlreadyExists(httpx.HTTPStatusError("", request=answer.request, response=answer))
+    with temporary_settings({PREFECT_API_URL: "http://s/api"}):
+        with refused("the server refuses: 409 Conflict"), reaching_server():
+            answer.raise_for_status()
+        twice = refused("http://s/api: another command set it up meanwhile; try again")
+        with twice, reaching_server():  # two `dphybrid deploy` at once, on a new server
+            raise ObjectAlreadyExists(httpx.HTTPStatusError("", request=answer.request, response=answer))
 
 
 def test_the_forms_begin_with_data_label_recipe_and_devices_and_describe_each_value() -> None:
