@@ -135,23 +135,17 @@ class Sweep:
         Raises UserError for unknown fields, values that are not allowed, devices that do not exist, and too
         many combinations.
         """
-        space = self.space()
-        ends = {
-            name: v.choices if isinstance(v, CategoricalDistribution) else [v.low, v.high]  # type: ignore[attr-defined]
-            for name, v in space.items()
-        }
+        choices = {field: _choices(values) for field, values in self.space().items()}
+        runs = dict[str, dict[str, str]]()
         if self.trials:
-            runs = {f"{name}={v}": {name: flag_text(v)} for name, choices in ends.items() for v in choices}
+            runs |= {f"{field}={v}": {field: v} for field, texts in choices.items() for v in texts}
+        elif (count := math.prod(map(len, choices.values()))) > _MAX_RUNS:
+            raise UserError(f"grid: {count:,} combinations, at most {_MAX_RUNS} are allowed")
         else:
-            if (count := math.prod(map(len, ends.values()))) > _MAX_RUNS:
-                raise UserError(f"grid: {count:,} combinations, at most {_MAX_RUNS} are allowed")
-            runs = {}
-            for number, combination in enumerate(itertools.product(*ends.values()), start=1):
+            for number, combination in enumerate(itertools.product(*choices.values()), start=1):
+                values = dict(zip(choices, combination, strict=True))
                 # Zero-padded numbers, so that names sort in the grid's order.
-                name = f"{self.name}-{number:0{len(str(count))}d}"
-                runs[name + _suffix(dict(zip(ends, combination, strict=True)), ends)] = dict(
-                    zip(ends, combination, strict=True)
-                )
+                runs[f"{self.name}-{number:0{len(str(count))}d}{_suffix(values, choices)}"] = values
         for name, values in runs.items():
             check_run_name(self.name if self.trials else name, "--sweep: its run")
             self.config_of(values, settings)
@@ -168,10 +162,18 @@ class Sweep:
         return config
 
 
-def _suffix(values: Mapping[str, str], choices: Mapping[str, Sequence[object]]) -> str:
+def _choices(values: BaseDistribution) -> list[str]:
+    """Return the values of a field as texts; of a range, its ends."""
+    if isinstance(values, CategoricalDistribution):
+        return [str(choice) for choice in values.choices]
+    assert isinstance(values, IntDistribution | FloatDistribution)
+    return [flag_text(values.low), flag_text(values.high)]
+
+
+def _suffix(values: Mapping[str, str], choices: Mapping[str, Sequence[str]]) -> str:
     """Return the end of a run's name, made of the values that vary: `-cpux8-batch_size512-lr0.01`."""
     words = [
-        ("" if name == "devices" else name.rpartition(".")[2]) + str(value).replace("*", "x")
+        ("" if name == "devices" else name.rpartition(".")[2]) + value.replace("*", "x")
         for name, value in values.items()
         if len(choices[name]) > 1
     ]
