@@ -268,6 +268,7 @@ def test_a_broken_run_comes_to_the_same_bits_and_eight_devices_to_the_same_loss(
 ) -> None:
     values = ["recipe=retrieval", f"model.kind={kind}", "model.dim=16", "devices=cpu", "train.epochs=2"]
     values += ["train.batch_size=250", f"model.softmax={softmax}"]
+    values += [] if kind == "bag" else ["model.dropout=0"]  # whose masks depend on the number of devices
     whole = run_with(*values, run_name="whole")
     assert stopped_and_resumed(*values, at=6).metrics == whole.metrics
     first, broken = (dphybrid.load_model(name).state_dict() for name in ("whole", "broken"))

@@ -45,7 +45,7 @@ def test_a_check_that_does_not_fit_is_left_out(data_dir: Path, capsys: pytest.Ca
     calls[0] = 4  # the comparison before the first step runs out of memory
     values = ["model.factory=tests.training.test_memory:build", "devices=cpu*2", "train.batch_size=64"]
     run_with(*clicks(data_dir.parent), *values, "train.epochs=1", run_name="run")
-    assert "not compared, as the first device cannot hold the whole batch" in capsys.readouterr().out
+    assert "not compared: the first device has no memory" in capsys.readouterr().out
 
 
 class Declares(nn.Module):
