@@ -397,7 +397,8 @@ def _host_all(
         else:
             if not module.weight.is_cpu or not module.weight.is_contiguous():
                 module.weight.data = module.weight.detach().cpu().contiguous()
-            _warn_if_dense(name, module.weight)
+            if module.weight.requires_grad:
+                _warn_if_dense(name, module.weight)
         cast(Any, module).__class__ = _hosted(type(module), base)
         hosted = cast(HostedEmbedding, module)
         hosted._host(name)
@@ -412,8 +413,10 @@ def _identity(weight: Tensor) -> int:
 def _reads_its_weight(kind: type[nn.Embedding]) -> bool:
     """Return whether a subclass's forward does not call that of its base class."""
     for each in kind.__mro__[: kind.__mro__.index(nn.Embedding)]:
-        if "forward" in vars(each) and "super" not in inspect.unwrap(vars(each)["forward"]).__code__.co_names:
-            return True
+        if "forward" in vars(each):
+            names = inspect.unwrap(vars(each)["forward"]).__code__.co_names
+            if "super" not in names and "forward" not in names:
+                return True
     return False
 
 
@@ -421,7 +424,8 @@ def _other_tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that may be tables and are not an nn.Embedding's: those of an nn.EmbeddingBag, and
     matrices that are parameters of modules of other packages."""
     for path, module in model.named_modules():
-        is_own = not type(module).__module__.startswith("torch.") and not isinstance(module, nn.Embedding)
+        is_own = not type(module).__module__.startswith("torch.")
+        is_own &= not isinstance(module, nn.Embedding | HostEmbedding)
         if is_own or isinstance(module, nn.EmbeddingBag):
             for name, weight in module.named_parameters(path, recurse=False):
                 if weight.dim() == 2:

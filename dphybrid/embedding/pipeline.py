@@ -220,7 +220,7 @@ class _Worker(Generic[Batch]):
         self._done: queue.Queue[_Prepared[Batch] | BaseException | None] = queue.Queue()
         self._permits = threading.Semaphore(1)  # for each batch that may be prepared
         self._stopping = threading.Event()
-        self._num_threads = torch.get_num_threads()
+        self._num_threads, self._records = torch.get_num_threads(), torch.is_grad_enabled()
         # A daemon: a batch source that hangs must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
@@ -274,6 +274,7 @@ class _Worker(Generic[Batch]):
 
     def _work(self) -> None:
         use_num_threads(self._num_threads)  # a batch source may compute
+        torch.set_grad_enabled(self._records)  # only training makes rows of a published table trained ones
         try:
             for number in itertools.count():
                 self._permits.acquire()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.memory import mapped_table
-from dphybrid.embedding import dense_parameters, find_tables, host_tables, row_optimizer
+from dphybrid.embedding import HostEmbedding, dense_parameters, find_tables, host_tables, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.util.errors import UserError
 
@@ -122,6 +122,7 @@ def test_refuses_a_tied_output_before_it_changes_anything() -> None:
         host_tables(model, 100)
     assert not find_tables(model)
     assert host_tables(nn.ModuleList([model["other"], model["alias"]]), 100) == ["0"]
+    model["rows"].requires_grad_(False)
     assert host_tables(model["rows"], 100) == [""]
 
 
@@ -154,7 +155,7 @@ class Alone(nn.Embedding):
 
 def test_says_which_tables_stay_where_they_are(tmp_path: Path) -> None:
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(100, 8), "bare": Bare(), "alone": Alone(100, 8)})
-    model["wide"] = nn.Linear(100, 8)
+    model["wide"], model["table"] = nn.Linear(100, 8), HostEmbedding(100, 8)
     with pytest.warns(UserWarning, match=r"where it is: alone, bag.weight, bare.table\. Only"):
         assert host_tables(model, 100) == []
     save_file({"weight": torch.zeros(100, 8)}, tmp_path / "model.safetensors")

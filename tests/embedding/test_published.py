@@ -269,6 +269,17 @@ def published(folder: Path) -> tuple[Path, Tensor]:
     return write(folder, files), rows.float() * scale
 
 
+def test_an_evaluation_fetched_ahead_trains_no_rows(tmp_path: Path) -> None:
+    checkpoint, values = published(tmp_path)
+    region, table, _ = made(checkpoint, "adam", "cpu*2")
+    batches = list(torch.randint(ROWS, (3, 6, 9)))
+    with torch.no_grad(), RowPipeline(region, on_cpu=True) as pipeline:
+        for ids in pipeline.prefetch(batches, lambda ids: {"module.rows": ids}):
+            assert torch.equal(region(ids), values[ids])
+    assert region.state_dict()["rows.trained_ids"].tolist() == [PADDING]
+    assert table.num_rows == ROWS
+
+
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_train_over_a_file_to_the_bits_of_a_resident_table(
@@ -313,6 +324,10 @@ def test_more_rows_than_there_is_room_for_are_refused_before_the_step(tmp_path: 
     with pytest.raises(UserError, match="300 rows would be trained, but most_rows is 280"):
         region(torch.arange(ROWS))
     assert all(torch.equal(value, before[key]) for key, value in region.state_dict().items())
+    table.freeze_rows([3, 5])
+    assert table.frozen_rows == copy.deepcopy(table).frozen_rows == [3, 5, PADDING]
+    region.load_state_dict(before)
+    assert table.frozen_rows == [3, 5, PADDING]
     table.weight.requires_grad_(False)
     assert region(torch.arange(ROWS)).shape == (ROWS, DIM)
     for options in ({"train": "all"}, {"most_rows": 0}):
