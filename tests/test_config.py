@@ -106,11 +106,9 @@ def test_mistakes_are_named_with_place_and_remedy(given: str, words: list[str], 
         load_config(file, []) if "\n" in given else load_config(None, given.split())
 
 
-def test_an_underscore_in_a_flag_is_a_slip_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        flags("--checkpoint.register_as", "clicks", recipe="ctr")
-    told = capsys.readouterr().err
-    assert "there is no such flag; did you mean '--checkpoint.register-as'?" in told
+def test_a_flag_may_be_written_as_its_field() -> None:
+    wanted = {"recipe": "ctr", "checkpoint": {"register_as": "clicks"}}
+    assert flags("--checkpoint.register_as", "clicks", recipe="ctr") == wanted
 
 
 def test_without_a_recipe_a_label_means_a_table() -> None:

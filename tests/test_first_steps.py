@@ -64,7 +64,7 @@ WRONG = {
     "train --data.path nowhere.txt": "data.path=nowhere.txt: there is no such file",
     f"train --data.path okk.csv {LABEL}": "data.path=okk.csv: there is no such file; did you mean 'ok.csv'?",
     "train --recipe ctr": "data.path",
-    "train --data.path ok.csv": "data.label is not set",
+    "train --recipe ctr --data.path ok.csv": "data.label is not set",
     "predict run --data.path nowhere.csv --out y.csv": "data.path=nowhere.csv: there is no such file",
     f"prepare --recipe ctr --data.path nowhere.csv {LABEL}": "data.path",
     f"train --data.path empty.csv {LABEL}": "data.path",

@@ -69,12 +69,10 @@ class ConfigCommand(Command):
 
     @classmethod
     def check_other(cls, flag: str, words: Sequence[str]) -> None:
-        # `load_config` checks the others, by the class of their recipe.
-        if "." in flag or flag[2:].replace("-", "_") in dict(leaves(ExperimentConfig)):
-            return
-        recipe = recipe_of(words)
-        known = [*map(as_flag, dict(leaves(cls))), *map(as_flag, field_types(recipe))]
-        raise UserError(f"{flag}: {explain_unknown(flag, recipe, known)}")
+        values = field_types(recipe := recipe_of(words))
+        if flag[2:].replace("-", "_") not in values:
+            known = [*map(as_flag, dict(leaves(cls))), *map(as_flag, values)]
+            raise UserError(f"{flag}: {explain_unknown(flag, recipe, known)}")
 
     @classmethod
     def one_text(cls, name: str, texts: Sequence[str], words: Sequence[str]) -> str:

@@ -297,9 +297,6 @@ def _from(origin: str | None) -> str:
 def _explain(item: Any, origins: Mapping[str, str], recipe: str) -> str:
     name = ".".join(str(part) for part in item["loc"])
     where = _from(origins.get(name))
-    if item["type"] == "extra_forbidden" and (flag := origins.get(name, "")).startswith("--"):
-        known = [f"--{other.replace('_', '-')}" for other in field_types(recipe)]
-        return f"{flag}: {explain_unknown(flag, recipe, known)}"
     if item["type"] == "extra_forbidden":
         return f"{name}{where}: {explain_unknown(name, recipe)}"
     message = plain_words(item)
