@@ -24,6 +24,7 @@ from torch import nn
 
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, ROLE_FIELDS, TableDataConfig
+from dphybrid.data.foreign import misread
 from dphybrid.data.table.encoder import Encoder, Unknown
 from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import (
@@ -85,7 +86,8 @@ class Predictor:
         # Before the encoder is read: this also compares the checksums of the encoder's files.
         self.model = _model(self.folder, config.recipe, devices, settings)
         self.encoder = Encoder.load(self.folder / "encoder")
-        reads = self.encoder.id_columns, len(self.encoder.dense)
+        with misread(self.folder / "encoder"):
+            reads = self.encoder.id_columns, len(self.encoder.dense)
         if reads != (state.info.get("columns"), state.info.get("num_dense")):
             raise UserError(
                 f"{folder}: its encoder lacks columns that its model reads; use another checkpoint"

@@ -103,8 +103,7 @@ class Shop:
         self._register(run, name)
         copy = self.settings.runs_dir / f"{run.folder.name}-{name}"
         shutil.copytree(run.folder, copy, ignore=shutil.ignore_patterns(".lock"))
-        tags = {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}
-        page = run.page.model_dump() | {"tags": tags, "uid": enter(copy)}
+        page = run.page.model_dump() | {"tags": {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}}
         page["config"]["checkpoint"]["register_as"] = name
         page["uid"] = enter(copy)
         type(run.page).model_validate(page).write(copy / "run.json")
