@@ -191,7 +191,8 @@ class Tracker:
         if self._server is not None:
             from dphybrid.tracking.writer import create_run
 
-            self._experiment_id, self.run_id = create_run(self._server, run_name, description)
+            given = self._server, run_name, description, self._experiment_id
+            self._experiment_id, self.run_id = create_run(*given)
 
     def _address(self, run_name: str) -> Line:
         noted = FILES if self._server is None else self._server.noted

@@ -45,9 +45,9 @@ _DETAILS = re.compile(
 """Metrics that stay in the record: MLflow's pages take about twenty."""
 
 
-def create_run(server: Server, run_name: str, description: str) -> tuple[str, str]:
-    """Create a run in MLflow; return the experiment's id and the run's. Raises UserError if MLflow refuses
-    it."""
+def create_run(server: Server, run_name: str, description: str, experiment_id: str = "") -> tuple[str, str]:
+    """Create a run in MLflow; return the experiment's id and the run's. experiment_id: instead of the
+    server's experiment. Raises UserError if MLflow refuses it."""
     tags = {
         "mlflow.source.name": "dphybrid",
         "mlflow.source.type": "JOB",
@@ -57,7 +57,8 @@ def create_run(server: Server, run_name: str, description: str) -> tuple[str, st
     remedy = "correct the address or the credentials, or record nothing with --tracking none"
     with explained(server.uri, "MLflow refuses to record a run", remedy):
         client = MlflowClient(tracking_uri=server.uri, registry_uri=server.uri)
-        experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
+        if not experiment_id:
+            experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
         made = client.create_run(experiment_id, run_name=run_name, tags=tags)
     return experiment_id, str(made.info.run_id)
 
