@@ -2,9 +2,7 @@
 
 import os
 import ssl
-import time
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,3 @@ def _context() -> ssl.SSLContext:
         return ssl._create_unverified_context()  # noqa: S323 - the user's own setting of MLflow's client
     named = (os.environ.get(name) for name in ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE"))
     return ssl.create_default_context(cafile=next(filter(None, named), None))
-
-
-def ahead_s(date: str | None) -> float | None:
-    """Return how far this machine's clock is ahead of a server's, in seconds; None if it does not say. date:
-    the header of its answer."""
-    try:
-        return time.time() - parsedate_to_datetime(date).timestamp() if date else None
-    except ValueError:
-        return None
