@@ -59,9 +59,9 @@ def check_recipe(recipe: str | ExperimentConfig) -> None:
         except Interrupted:
             resumed = _trained(sample, "stopped")
             _compare(first, resumed, "resuming", "keep state in parameters, buffers and optimizers")
-        train = sample.config.train.model_copy(update={"pipeline": "off"})
-        apart = replace(sample, config=sample.config.model_copy(update={"train": train}))
-        _compare(first, _trained(apart, "off"), "prefetching", "return the ids of forward from table_ids")
+        off = _trained(_changed(sample, pipeline="off"), "off")
+        _compare(first, off, "prefetching", "return the ids of forward from table_ids")
+        _trained(_changed(sample, check_split=True), "split")
         if sample.recipe.predicts:
             _check_predictions(sample, Path(first.best_checkpoint))
 
@@ -99,14 +99,20 @@ def _sampled(whole: Experiment) -> Experiment:
     if not sizes.get("train") or not sizes.get("valid"):
         raise UserError(f"the splits have {sizes} samples; train and valid need one or more each")
     batch = max(1, min(_BATCH, whole.config.train.batch_size, sizes["train"] // 3))
-    train = {"epochs": 2, "batch_size": batch, "patience": 0, "warm_start": None}
-    config = whole.config.model_copy(update={"train": whole.config.train.model_copy(update=train)})
+    train = {"epochs": 2, "batch_size": batch, "patience": 0, "warm_start": None, "check_split": False}
     view, rows = whole.data.dataset, 2 * batch + max(1, batch // 2)
 
     def sample(_: Prepared, part: str) -> Dataset:
         return FirstRows(view(part), rows)
 
-    return replace(whole, config=config, data=replace(whole.data, view=sample), devices="cpu*2")
+    return replace(_changed(whole, **train), data=replace(whole.data, view=sample), devices="cpu*2")
+
+
+def _changed(experiment: Experiment, **values: object) -> Experiment:
+    """Return the experiment with other values of its `train` section."""
+    config = experiment.config
+    train = config.train.model_copy(update=values)
+    return replace(experiment, config=config.model_copy(update={"train": train}))
 
 
 def _trained(sample: Experiment, name: str, stop_after: int = 0) -> ResultPage:

@@ -139,7 +139,7 @@ def check(name: str) -> None:
         ("DrawsUnseeded", UserError, "draw random numbers from torch"),
         ("Counts", UserError, "resuming gives other weights"),
         ("CountsAhead", UserError, "prefetching gives other weights"),
-        ("AcrossTheBatch", UserError, "computes across the batch"),
+        ("AcrossTheBatch", UserError, "between a split batch and the same"),
         ("Forgets", UserError, "draw no random numbers in evaluation mode"),
         ("FailsToPredict", UserError, "the rows have no column 'item'; columns: user"),
     ],
