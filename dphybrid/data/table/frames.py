@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
@@ -38,6 +40,8 @@ PART_ROWS = 2**20
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
 """Endings of the files that predictions can be written to."""
+_PYTHON = (type(None), bool, int, float, str, bytes, date, time, timedelta, Decimal, list, dict)
+"""Types of Python that a column can hold."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -87,7 +91,8 @@ def _column(name: str, values: Any) -> pl.Series:
     if hasattr(values, "iloc") and (dtype == "category" or dtype.startswith("dictionary<")):
         values = values.astype("category")
         # As texts: polars knows no categories of numbers, and would drop that they were declared.
-        kinds = of_objects(name, values.cat.categories.to_list()).cast(pl.String)
+        kept = [each if isinstance(each, _PYTHON) else str(each) for each in values.cat.categories.to_list()]
+        kinds = of_objects(name, kept).cast(pl.String)
         codes = pl.Series(values.cat.codes.to_numpy()).cast(pl.Int64)
         return kinds.gather(codes.set(codes < 0, None)).cast(pl.Categorical).alias(name)
     if hasattr(values, "iloc") and dtype != "object":
@@ -118,18 +123,23 @@ def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
 
     found = list(map(plain, values))
     types = {type(value) for value in found} - {type(None)}
+    if odd := next((value for value in found if not isinstance(value, _PYTHON)), None):
+        raise _no_cell(name, odd)
     if types == {int} and any(abs(value) >= 2**63 for value in found if value is not None):
         found = [None if value is None else str(value) for value in found]
     elif len(types) > 1 and str in types and list not in types:  # numbers beside texts: all are texts
         found = [value if value is None else str(value) for value in found]
     column = pl.Series(name, found, strict=False)
     if column.dtype == pl.Object:
-        odd = next(value for value in found if value is not None)
-        raise TypeError(
-            f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
-            "list; write it as one of these, or leave the column out"
-        )
+        raise _no_cell(name, next(value for value in found if value is not None))
     return column
+
+
+def _no_cell(name: str, odd: object) -> TypeError:
+    return TypeError(
+        f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
+        "list; write it as one of these, or leave the column out"
+    )
 
 
 def _with_categories(data: Any) -> Any:

@@ -93,6 +93,14 @@ class Column(Section):
         no_value: as for `values.with_gaps`."""
         return typed(cells, self.form, no_value)
 
+    def filled(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
+        """Return a mask (B,) of the cells that have a value, of the column's type or not."""
+        cells = with_gaps(cells, no_value)
+        if not self.form.none:
+            return cells.is_not_null()
+        none = pl.Series(self.form.none, dtype=pl.Float64).implode()
+        return cells.is_not_null() & ~cells.cast(pl.Float64, strict=False).is_in(none).fill_null(False)
+
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         """Return the column fitted to the values of the training rows."""
         return self
@@ -102,7 +110,7 @@ class Column(Section):
     ) -> tuple[int, int]:
         """Return how many cells have a value, and how many of these training does not know, or are no values
         of the column's type. values: `read` of the cells."""
-        filled = len(cells) - with_gaps(cells, no_value).null_count()
+        filled = int(self.filled(cells, no_value).sum())
         return filled, max(0, filled - (len(values) - values.null_count()))
 
     def extended(self, newer: "Column") -> Self:
@@ -293,11 +301,7 @@ class Category(Column):
         if self.form.type == "text":
             return values
         # What is no value of the type, such as 7.5 among whole numbers, is unknown, not missing.
-        cells = with_gaps(cells, no_value)
-        odd = values.is_null() & cells.is_not_null()
-        if self.form.none and odd.any():
-            none = pl.Series(self.form.none, dtype=pl.Float64).implode()
-            odd &= ~cells.cast(pl.Float64, strict=False).is_in(none).fill_null(False)
+        odd = values.is_null() & self.filled(cells, no_value)
         return values.set(odd, "\0") if odd.any() else values
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:

@@ -44,7 +44,7 @@ class Form(Section):
         type: number and whole: float64 and int64; flag, text: texts; time: microseconds since 1970.
         dates: The format of times in texts, such as %d/%m/%Y.
         comma: Texts write decimals with a comma.
-        zone: The time zone of the clock; empty: that of the cells, or UTC for cells with a zone.
+        zone: The time zone of the clock; empty: that of the cells.
         unit: Of times that are whole numbers since 1970: s, ms, us or ns.
         none: Numbers that mean no value, however they are written: -200 is -200.0, too.
     """
@@ -144,7 +144,7 @@ def _whole(cells: pl.Series, form: Form) -> pl.Series:
 
 
 def _times(cells: pl.Series, form: Form) -> pl.Series:
-    """Times with a zone are read as the clock in the zone of training, UTC without one."""
+    """Times with a zone are read as the clock in the zone of training; without one, the clock stays."""
     none = pl.Series(cells.name, [None] * len(cells), dtype=pl.Datetime("us"))
     if form.unit:
         since = _whole(cells, form)
@@ -160,11 +160,14 @@ def _times(cells: pl.Series, form: Form) -> pl.Series:
     if not isinstance(cells.dtype, pl.Datetime | pl.Date):
         return none
     if isinstance(cells.dtype, pl.Datetime) and cells.dtype.time_zone:
-        cells = cells.dt.convert_time_zone(form.zone or "UTC").dt.replace_time_zone(None)
+        cells = cells.dt.convert_time_zone(form.zone) if form.zone else cells
+        cells = cells.dt.replace_time_zone(None)
     return cells.cast(pl.Datetime("us"))
 
 
 def _parsed_times(texts: pl.Series, dates: str, zone: str) -> pl.Series:
+    if dates == "%+" and not zone:
+        texts, dates = texts.str.replace(r"(?:Z|[+-]\d\d:?(?:\d\d)?)$", "").str.replace("T", " "), "%F %T%.f"
     zoned = dates == "%+" or "%z" in dates
     if dates == "%+":
         # A blank for T, and hours alone behind the sign, as databases write them.
