@@ -2,7 +2,6 @@
 decision names the version that it was compared with. With MLflow's own registry."""
 
 import itertools
-import json
 import shutil
 import signal
 import subprocess
@@ -202,9 +201,8 @@ def test_a_retraining_whose_fields_have_changed_stops_no_other(shop: Shop) -> No
     name = "changed"
     shop.begin(name)
     old = shop.train(name, shop.plan(name, FAIR))
-    page = json.loads((old.folder / "run.json").read_text())
-    page["config"]["train"]["momentum_of_old"] = 1
-    (old.folder / "run.json").write_text(json.dumps(page))
+    values = {**old.page.config, "train": {**old.page.config["train"], "momentum_of_old": 1}}
+    old.page.model_copy(update={"config": values}).write(old.folder / "run.json")
     run = shop.train(name, shop.plan(name, GOOD))
     found = {run.folder.name: decision for run, decision in decide_waiting(shop.settings, name)}
     assert "fields have changed since" in str(found[old.folder.name])
