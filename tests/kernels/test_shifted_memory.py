@@ -26,7 +26,7 @@ class Clicks(nn.Module):
         super().__init__()
         self.table = HostEmbedding(40, 5, seed=0)
         numbers = EmbeddedBins(torch.linspace(-2, 2, 9).repeat(3, 1), 4)
-        self.region = DataParallel(OnNumbers(DLRM(Sizes(6, 5, 15, 20, 2, 0.0, pieces=5)), numbers), devices)
+        self.region = DataParallel(OnNumbers(DLRM(Sizes(6, 5, 15, 20, 2, 0.0)), numbers), devices)
 
     def table_ids(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         return {"table": batch[0]}
