@@ -276,7 +276,7 @@ def test_an_evaluation_fetched_ahead_trains_no_rows(tmp_path: Path) -> None:
     with torch.no_grad(), RowPipeline(region, on_cpu=True) as pipeline:
         for ids in pipeline.prefetch(batches, lambda ids: {"module.rows": ids}):
             assert torch.equal(region(ids), values[ids])
-    assert region.state_dict()["rows.trained_ids"].tolist() == [PADDING]
+    assert region.state_dict()["module.rows.trained_ids"].tolist() == [PADDING]
     assert table.num_rows == ROWS
 
 
