@@ -190,13 +190,6 @@ def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: P
         stored_config({"recipe": "ctr", "model": {"old": 1}}, page, load_settings())
 
 
-def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Path, data_dir: Path) -> None:
-    for name, relations in (("table.csv", 100), ("triples.csv", 5)):
-        (tmp_path / name).write_text("".join(f"{n},{n % relations},{n % 3}\n" for n in range(300)))
-        said = command("prepare", "--recipe", "kge", "--data.path", str(tmp_path / name))
-        assert ("Note: the second column has 100 values" in said) == (name == "table.csv")
-
-
 @pytest.mark.parametrize(
     ("typed", "words"),
     [

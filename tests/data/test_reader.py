@@ -261,6 +261,10 @@ def test_floats_that_have_merged_ids_are_refused_as_ids(tmp_path: Path) -> None:
         "check h, ignore: floats beyond 2^53 have merged ids; write them as whole numbers"
         in prepared.describe()
     )
+    alone = pl.read_parquet(tmp_path / "x.parquet").drop("a")
+    alone.write_parquet(tmp_path / "alone.parquet")
+    with refused(r"no column is left .*; h: floats beyond 2\^53 have merged ids"):
+        from_file(tmp_path / "alone.parquet")
     with refused(r"data.categorical: column 'h': floats beyond 2\^53 have merged ids"):
         from_file(tmp_path / "x.parquet", categorical=("h",))
 

@@ -400,8 +400,10 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
         form = f"FORMAT parquet, ROW_GROUP_SIZE {_ROW_GROUP}"
         connection.execute(f"COPY ({query}) TO {_sql(str(target))} ({form})")
     numbered = dict(zip(columns, dialect.names, strict=True))
+    # A wrong number of cells first: it explains those that do not fit.
     errors = connection.execute(
-        "SELECT line, column_name, error_type, error_message, csv_line FROM reject_errors ORDER BY line"
+        "SELECT line, column_name, error_type, error_message, csv_line FROM reject_errors "
+        "ORDER BY line, error_type = 'CAST', column_idx"
     ).fetchall()
     connection.execute("DROP TABLE reject_errors; DROP TABLE reject_scans")
     bad = dict[int, tuple[int, str, str]]()
@@ -419,12 +421,12 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
         if "unicode" in why.lower():
             why = f"not {dialect.options['encoding'].upper()} text; set data.encoding, or save it as UTF-8"
         bad.setdefault(line, (line, why, (text or "")[:_SHOWN]))
-    scan = pl.scan_ipc if target.suffix == ".arrow" else pl.scan_parquet
-    frame = scan(target, glob=False)
-    size = int(frame.select(pl.len()).collect().item())
+    is_arrow = target.suffix == ".arrow"
+    rows = pl.scan_ipc(target, glob=False) if is_arrow else pl.scan_parquet(target, glob=False)
+    size = int(rows.select(pl.len()).collect().item())
     first = 1 + int(dialect.options["skip"]) + dialect.header
     return Part(
-        frame.rename(numbered), size, first, list(bad.values()), list(dialect.notes), {}, dialect.header
+        rows.rename(numbered), size, first, list(bad.values()), list(dialect.notes), {}, dialect.header
     )
 
 

@@ -154,6 +154,6 @@ def roles_given(
         section = dict(sections.get(name, {}))
         of_schema = section.pop("role", None)
         by_name = by_flag.get(name)
-        role = by_name[0] if by_name else str(of_schema) if of_schema else None
-        roles[name] = Given(role, section | (by_name[1] if by_name else {}))
+        own = by_name[0] if by_name else str(of_schema) if of_schema else None
+        roles[name] = Given(own, section | (by_name[1] if by_name else {}))
     return roles

@@ -307,9 +307,10 @@ class TableSource(Source):
         counts: Mapping[str, int],
     ) -> Content:
         if not encoder.id_columns:
+            why = "".join(f"; {name}: {reason}" for name, reason in fitted.reasons.items() if ";" in reason)
             raise UserError(
                 f"data.path={self.data.path}: no column is left that has an embedding; ignore fewer columns, "
-                "set data.buckets above 0, or check data.delimiter"
+                f"set data.buckets above 0, or check data.delimiter{why}"
             )
         label, num_rows = encoder.label, len(table)
         sizes: dict[str, object] = {part: len(rows) for part, rows in parts.items()}
