@@ -156,7 +156,7 @@ def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
     found = run.evaluate(held)
     assert found.metrics == run.test_metrics
     assert found.num_rows == 100
-    assert "95% from" in repr(found)
+    assert "95% from" in found.text()
     words = {name: [known[name].value(n) for n in held[f"{name}_B"]] for name in ("user", "item")}
     pl.DataFrame({**words, "rating": held["rating_B"]}).write_csv("held.csv")
     told = command("evaluate", "one", "--data.path", "held.csv")

@@ -92,7 +92,7 @@ class Text(Recipe):
     data = TextDataConfig
     model = TextModelConfig
     # Few epochs of small batches come further than twice as many of larger ones.
-    train = {"epochs": 4, "batch_size": 8, "lr": 0.005}
+    train = {"epochs": 3, "batch_size": 8, "lr": 0.005}
     one_process = True
     sample = "window"
     source = imported("dphybrid.recipes.text.data:open_source")
