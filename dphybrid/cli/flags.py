@@ -3,6 +3,7 @@
 import os
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -48,8 +49,9 @@ def recipe_of(words: Sequence[str]) -> str:
         values = read_config_file(given["--config"]) if "--config" in given else {}
         chosen = {n: given[f"--{n}"] for n in ("recipe", "data.path", "data.label") if f"--{n}" in given}
         values = merge(values, nest(chosen))
-        if values.get("recipe") is None and "--resume" in given:
-            return find_recipe(named_run(load_settings(), given["--resume"], "").config.recipe).key
+        if values.get("recipe") is None and given.get("--resume"):
+            with suppress(UserError):  # told when the run is continued
+                values["recipe"] = named_run(load_settings(), given["--resume"], "").config.recipe
         if values.get("recipe") is None and asks_help:  # most readers of the help have a table
             return OF_TABLES
         return find_recipe(choose_recipe(values)).key
