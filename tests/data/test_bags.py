@@ -53,7 +53,7 @@ def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[obje
 
 def trained(devices: str, data: list[str]) -> Report:
     values = ["recipe=ctr", f"devices={devices}", "data.label=y", "train.epochs=3", "train.batch_size=100"]
-    return run_with(*values, *SIZES, "model.dropout=0", *data)
+    return run_with(*values, *SIZES, *data)
 
 
 def as_lists(
