@@ -78,8 +78,9 @@ class _SpreadTable(HostEmbedding):
 
     def _fbgemm_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
         """Return FBGEMM's states, under the names that the row optimizer of one process uses."""
-        own = {name: (tuple(state.shape), state.dtype) for name, state in self._states.items()}
-        assert own == dict(wanted), (own, wanted)
+        # Not by shapes: those of `wanted` are of this process's weight, which has no rows.
+        own = {name: state.dtype for name, state in self._states.items()}
+        assert own == {name: dtype for name, (_, dtype) in wanted.items()}, (own, wanted)
         return dict(self._states)
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:

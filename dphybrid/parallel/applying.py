@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
@@ -165,7 +166,8 @@ def _thread_state(devices: Devices, count: int) -> Callable[[int], ExitStack]:
 _local = threading.local()
 
 
-class Replica(NamedTuple):
+@dataclass(frozen=True)
+class Replica:
     """The replica that a thread computes: `index` of `count`."""
 
     index: int = 0

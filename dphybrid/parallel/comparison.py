@@ -192,7 +192,7 @@ class _Trial(TorchDispatchMode):
             self.replicas[name] = replicate(*given)
             return self.replicas[name]
 
-        region.replicate = kept  # type: ignore[method-assign]
+        region.replicate = kept  # type: ignore[method-assign, assignment]
 
     def _watch(self, name: str, part: nn.Module, outputs_only: bool = False) -> None:
         def note(quantity: str, nest: object) -> None:

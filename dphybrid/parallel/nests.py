@@ -236,8 +236,11 @@ def _refuse_unsplittable(leaf: Any) -> None:
         )
     if isinstance(leaf, Iterator):
         raise UserError(f"a {kind} can be read only once, by the first replica; give a list or a tensor")
-    is_array = any(hasattr(type(leaf), name) for name in ("__array__", "__arrow_c_stream__"))
-    if (is_array and getattr(leaf, "ndim", 1)) or isinstance(leaf, array | bytearray | memoryview):
+    is_scalar = getattr(leaf, "ndim", None) == 0
+    is_array = not is_scalar and any(
+        hasattr(type(leaf), name) for name in ("__array__", "__arrow_c_stream__")
+    )
+    if is_array or isinstance(leaf, array | bytearray | memoryview):
         raise UserError(
             f"a {kind} is not split; give torch.from_numpy(...) or another tensor, or Whole(...) for what "
             "all replicas share"
