@@ -135,6 +135,7 @@ def foreign(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     page.model_copy(update={"tags": tags, "run_id": "0" * 32}).write(folder / "run.json")
     (folder / "report.json").unlink()
     shutil.copytree(folder, data_dir / "runs" / "nice")
+    shutil.copytree(theirs.prepared_dir, data_dir / "prepared")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "MY TOKEN")
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "admin:secret")
     yield server

@@ -180,7 +180,8 @@ class Observer:
                 # Unlike losses and stages, these counts start at 0 in each process.
                 counters = self.pipeline.counters(self._steps - self._steps_before)
                 metrics |= {f"embedding/{name}": value for name, value in counters.items()}
-            metrics |= session.engine.measured() | self.system.sample()
+            metrics |= session.engine.measured()
+            metrics |= self.system.sample()
             session.tracker.log_metrics(metrics, step)
         self._note = "no loss" if loss is None else f"loss {metric_text(loss)}"
         self._loss, self._weight, self._steps, self._steps_before = 0.0, 0.0, 0, 0

@@ -57,7 +57,7 @@ def test_without_variables_a_resumed_run_is_recorded_where_it_began(
     client = MlflowClient(uri)
     assert client.get_run(other.run_id).data.tags["dphybrid.continues"] == first.run_id
     last = [client.get_metric_history(each, "train/loss")[-1].step for each in (first.run_id, other.run_id)]
-    assert last == [8, 16], "two epochs, and two more, of four steps"
+    assert last == [4, 16], "an epoch of four steps, and three more"
     command("runs", "remove", "run", "--yes")
     stages = [client.get_run(each.run_id).info.lifecycle_stage for each in (first, other)]
     assert stages == ["deleted", "deleted"]

@@ -88,8 +88,7 @@ def test_used_gpus_are_sampled_and_a_value_that_is_not_told_is_left_out(machine:
     assert "system/gpu1_power_w" not in values
     assert not any(name.startswith("system/gpu2") for name in values)
     assert 0 < values["system/memory_pct"] <= 100
-    used["load"] = 53
-    write_state(machine, [gpu(0, **used)])
+    write_state(machine, [first | {"load": 53}, second, gpu(2, error="GPU_IS_LOST")])
     system.sample(apart_s=0)
     assert system.means["system/gpu0_utilization_pct"] == 63
 

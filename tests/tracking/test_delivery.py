@@ -85,7 +85,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         assert (newest.number, champion.number) == ("2", "1")
     client = MlflowClient(tracker.tracking_uri)
     assert client.get_registered_model("bob's").tags == {"dphybrid.recipe": "ctr"}
-    assert client.get_model_version("naïve größe", "2").description == "auc 0.5 (run-2, step 1)"
+    assert client.get_model_version("naïve größe", "2").description == "auc 0.5000 (run-2, step 1)"
 
 
 def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupted(

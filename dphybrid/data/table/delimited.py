@@ -266,7 +266,7 @@ def _sniffed(connection: Any, file: Path, given: Mapping[str, Any]) -> tuple[dic
     arguments = _arguments({**given, "ignore_errors": True, "sample_size": _SNIFFED})
     what = "Delimiter, Quote, Escape, SkipRows, HasHeader, Columns, DateFormat, TimestampFormat"
     try:
-        found = connection.execute(f"SELECT {what} FROM sniff_csv({_path(file)}, {arguments})").fetchone()  # noqa: S608
+        found = connection.execute(f"SELECT {what} FROM sniff_csv({_path(file)}, {arguments})").fetchone()  # noqa: S608 - values are quoted
     except duckdb.InvalidInputException:
         if "strict_mode" in given:
             raise
@@ -291,7 +291,7 @@ def _first_row(connection: Any, file: Path, options: Mapping[str, Any], width: i
     more = {"header": False, "nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True}
     more |= {"null_padding": True, "parallel": False, "columns": columns}
     arguments = _arguments({**options, **more})
-    row = connection.execute(f"SELECT * FROM read_csv({_path(file)}, {arguments}) LIMIT 1").fetchone()  # noqa: S608
+    row = connection.execute(f"SELECT * FROM read_csv({_path(file)}, {arguments}) LIMIT 1").fetchone()  # noqa: S608 - values are quoted
     return [(text or "").strip().removeprefix("\ufeff") for text in row or [""] * width]
 
 
@@ -311,9 +311,9 @@ def _words(
         return []
     columns = {f"c{place}": "VARCHAR" for place in range(len(types))}
     more = {"nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True, "columns": columns}
-    scan = f"SELECT * FROM read_csv({_path(file)}, {_arguments({**options, **more})}) LIMIT {_SNIFFED}"  # noqa: S608
+    scan = f"SELECT * FROM read_csv({_path(file)}, {_arguments({**options, **more})}) LIMIT {_SNIFFED}"  # noqa: S608 - values are quoted
     counts = ", ".join(f"count_if(trim(c{place}) IN ({', '.join(map(_sql, words))}))" for place in texts)
-    found = connection.execute(f"SELECT {counts}, count(*) FROM ({scan})").fetchone()  # noqa: S608
+    found = connection.execute(f"SELECT {counts}, count(*) FROM ({scan})").fetchone()  # noqa: S608 - values are quoted
     among = "" if found[-1] < _SNIFFED else f" in the first {_SNIFFED:,} rows"
     return [
         f"{names[place]}: {count:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
@@ -389,7 +389,7 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
     texts = [name for name, kind in columns.items() if kind == "VARCHAR"]
     more = {"auto_detect": False, "columns": columns, "store_rejects": True, "rejects_limit": 0}
     cells = ", ".join(f"nullif(trim({n}), '') AS {n}" if n in texts else n for n in columns)
-    query = f"SELECT {cells} FROM read_csv({_path(file)}, {_arguments({**dialect.options, **more})})"  # noqa: S608
+    query = f"SELECT {cells} FROM read_csv({_path(file)}, {_arguments({**dialect.options, **more})})"  # noqa: S608 - values are quoted
     if file.stat().st_size < _SMALL and dialect.options["compression"] == "none":
         # In memory once, as writing Parquet takes as much time as reading.
         target = target.with_suffix(".arrow")
@@ -496,11 +496,11 @@ def read_json(files: Sequence[Path], scratch: Path) -> list[Part]:
             scan = f"read_json({_path(file)}, {_arguments(source)})"
             target = scratch / f"rows-{number:05d}.parquet"
             try:
-                found = connection.execute(f"DESCRIBE SELECT * FROM {scan}").fetchall()  # noqa: S608
+                found = connection.execute(f"DESCRIBE SELECT * FROM {scan}").fetchall()  # noqa: S608 - values are quoted
                 # Integers beyond 64 bits would become fractions in Parquet.
                 columns = {name: re.sub("U?HUGEINT", "VARCHAR", kind) for name, kind, *_ in found}
                 scan = f"read_json({_path(file)}, {_arguments({**source, 'columns': columns})})"
-                connection.execute(f"COPY (SELECT * FROM {scan}) TO {_sql(str(target))} (FORMAT parquet)")  # noqa: S608
+                connection.execute(f"COPY (SELECT * FROM {scan}) TO {_sql(str(target))} (FORMAT parquet)")  # noqa: S608 - values are quoted
             except duckdb.Error as error:
                 why = str(error).strip().split("\n")[0]
                 raise UserError(
