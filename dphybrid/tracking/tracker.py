@@ -151,7 +151,7 @@ class Tracker:
         """Continue a run that ended; return its id. changed: with other values, for which MLflow gets another
         run. Raises UserError if MLflow refuses that."""
         self.attach(run_name)
-        if changed and self._file is not None and self._experiment_id:
+        if changed and self._file is not None and self._server is not None and self._experiment_id:
             tags = {**tags, CONTINUES_TAG: self.run_id}
             self._create(run_name, description)
             self._addressed = False
@@ -178,7 +178,8 @@ class Tracker:
         a power loss."""
         if self._file is None:
             return 0
-        if not self._addressed and (self._experiment_id or not self._file.path.exists()):
+        in_mlflow = self._server is not None and bool(self._experiment_id)
+        if not self._addressed and (in_mlflow or not self._file.path.exists()):
             # By each part of the run once more: one damaged line must not cost the address.
             self._file.append(self._address(self._file.folder.name))
         self._addressed = True
