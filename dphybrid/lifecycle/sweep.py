@@ -240,6 +240,13 @@ def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna
     if journal.is_file() and not (content := journal.read_bytes()).endswith(b"\n"):
         # A killed process was writing the last line: the next one would be added to it.
         os.truncate(journal, content.rfind(b"\n") + 1)
+    for number, line in enumerate(journal.read_bytes().splitlines() if journal.is_file() else [], start=1):
+        try:
+            json.loads(line)
+        except ValueError:
+            raise UserError(
+                f"{journal}: line {number} is damaged, so the sweep cannot go on; give --sweep another name"
+            ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed
     study = optuna.create_study(
         study_name=sweep.name,

@@ -95,7 +95,8 @@ def shown_address(address: str) -> str:
     """Return scheme, host, port and path of an address, with `***` for user and password and for a query. The
     path of a file, which has no user, stays as it is."""
     scheme, sign, rest = address.partition("://")
-    if scheme.lower().split("+")[0] in ("sqlite", "file") or ("@" not in address and not sign):
+    is_path = scheme.lower().split("+")[0] in ("sqlite", "file") and rest.startswith("/")
+    if is_path or ("@" not in address and not sign):
         return address
     user, at, location = rest.rpartition("@")
     if not sign or "?" in user or "#" in user:  # a password, or a query with an @

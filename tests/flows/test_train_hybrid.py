@@ -54,7 +54,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
         EventsWorker.drain_all()
     embedded.stop_server(servers[0])  # as it ends with its process; it writes the events first
     out, err = capfd.readouterr()
-    assert "Let's use 3 devices!\nThe first batch gives the same results unsplit and split\n" in out
+    assert "Let's use 3 devices!\ntrain.check_split: the same results split and on one device\n" in out
     assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in out
     assert "Reusing prepared data" in out
     assert "Task run" not in out + err  # the flow says each step itself

@@ -13,6 +13,7 @@ from dphybrid.data import batches
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import announced
+from dphybrid.tracking.tracker import CONTINUES_TAG
 from tests.commands import command
 from tests.conftest import REPOSITORY
 
@@ -56,13 +57,13 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
 
     first = trained("first", 1, "--run-name")
     more, second = trained("first", 6, "--resume"), trained("second", 6, "--run-name")
-    assert more["run_id"] == first["run_id"]
     assert set(more["metrics"]) == {"right"}
     assert min(more["metrics"]["right"], second["metrics"]["right"]) > first["metrics"]["right"]
 
     from mlflow.tracking import MlflowClient
 
     run = MlflowClient(more["tracking_uri"]).get_run(more["run_id"])
+    assert run.data.tags[CONTINUES_TAG] == first["run_id"]
     assert run.data.metrics["final_right"] == pytest.approx(more["metrics"]["right"])
     assert run.data.params["recipe"] == "ratings"
     assert run.data.params["data.num_ratings"] == "1000"

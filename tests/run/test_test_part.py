@@ -102,7 +102,7 @@ def test_statistics_and_vocabularies_do_not_see_the_test_files(tmp_path: Path) -
     assert both.arrays["test_rows"].tolist() == [60, 61, 62]
     assert both.held_out != alone.held_out  # other files were read
     (tmp_path / "test.csv").write_text("n,c\n900,a\n")
-    with refused("test.csv: has no column 'y', the label \\(dphybrid predict scores"):
+    with refused("test.csv: no row has a label; dphybrid predict needs none"):
         from_file(tmp_path / "x.csv", test_path=str(tmp_path / "test.csv"))
     (tmp_path / "test.csv").write_text("n,c,y\n900,a,1\n901,b,1\n")
     with refused("all 2 test rows are '1'"):

@@ -14,6 +14,7 @@ import torch
 from dphybrid.embedding import RowSGD
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.tracking.tracker import CONTINUES_TAG
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.optimizers import learning_rate_factor
 from tests.commands import run_with
@@ -196,4 +197,6 @@ def test_an_interrupted_command_checkpoints_and_goes_on(
     more = ["train.patience=0", f"train.epochs={epochs}"]
     report = run_with(small_text, *SMALL_TEXT, *more, resume="long")
     assert read_state(Path(report.latest_checkpoint)).progress.step > step
-    assert client.get_run(page["run_id"]).info.status == "FINISHED"
+    continued = client.get_run(report.run_id)  # with other epochs, it has a run of its own
+    assert continued.info.status == "FINISHED"
+    assert continued.data.tags[CONTINUES_TAG] == page["run_id"]

@@ -12,22 +12,16 @@ from tests.commands import python
 
 RUN = """
 import sys
-from pathlib import Path
 from dphybrid.cli.main import main
-from dphybrid.recipes import find_recipe
 
-text = find_recipe("text")
-text.prepare(text.data(path="words.txt"), Path("prepared"), 0)
-tables = [name for name in ["polars"] if name in sys.modules]
-assert main(["train", "--recipe", "hybrid", "--train.epochs", "1", "--devices", "cpu*2"]) == 0
+assert main(["train", "--recipe", "hybrid", "--train.epochs", "1", "--devices", "cpu"]) == 0
 compiler, plots = ["torch._dynamo", "torch._inductor"], ["matplotlib"]
 ranks = ["torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding"]
-print("imported:", tables + [name for name in [*compiler, *plots, *ranks] if name in sys.modules])
+print("imported:", [name for name in [*compiler, *plots, *ranks] if name in sys.modules])
 """
 
 
-def test_a_run_imports_no_compiler_plots_tables_or_ranks_that_it_does_not_use(data_dir: Path) -> None:
-    Path("words.txt").write_text("the cat sat on the mat and the dog ran to the red house\n" * 60)
+def test_a_run_imports_no_compiler_plots_or_ranks_that_it_does_not_use(data_dir: Path) -> None:
     variables = {**os.environ, "DPHYBRID_TRACKING_URI": "none"}
     done = python("-c", RUN, env=variables, timeout=300)
     assert done.stdout.splitlines()[-1] == "imported: []"

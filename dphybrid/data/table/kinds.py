@@ -425,9 +425,9 @@ def column_of(
 ) -> tuple[Column, str]:
     """Return a column of the given role, else of the one that fits, and the reason if it is to be said.
 
-    every, train: cells of all rows and of the training rows, as the reader typed them. given: its section of
-    the schema. form: how the reader found its texts written. Raises UserError if the cells do not fit the
-    given role.
+    every, train: cells of all rows of data.path and of the training rows, as the reader typed them. given:
+    its section of the schema. form: how the reader found its texts written. Raises UserError if the cells do
+    not fit the given role.
     """
     if role == "ignore":
         return Ignore(name=name), "as given"

@@ -256,6 +256,8 @@ class TableSource(Source):
         data, rows, found = self.data, table.rows, _Fitted()
         train_B, valid_B = (pl.Series(split.part_B == part) for part in (TRAIN, VALID))
         names = [name for name in rows.names if name not in taken]
+        # Files for validation and test decide nothing about a column.
+        own_rows = int(table.keep_B[: sum(rows.sizes[: len(self.read_files)])].sum())
         given = {} if self.base else roles_given(rows.names, data, self.schema, taken, rows.header)
         before = {column.name: column for column in self.base.encoder.columns} if self.base else {}
         for number, name in enumerate(names):
@@ -271,7 +273,8 @@ class TableSource(Source):
             else:
                 form = rows.forms.get(name, Form())
                 said = given[name]
-                column, why = column_of(name, cells, train, said.role, dict(said.section), data, form)
+                own = cells.head(own_rows)
+                column, why = column_of(name, own, train, said.role, dict(said.section), data, form)
                 why = why or _doubt(column, train)
             found.samples[name] = _samples(train)
             found.reasons[name] = why

@@ -82,8 +82,9 @@ class Recommender:
         self._config, self._model = config, model.eval()
         info = read_state(self.checkpoint).info
         self._user, self._item = config.data.user, config.data.item
-        self._forms = {name: Form(**form) for name, form in info["forms"].items()}
         self._reading, self._time = config.data, config.data.time
+        columns = [self._user, self._item, *([self._time] if self._time else [])]
+        self._forms = {name: Form(**info["forms"][name]) for name in columns}
         self._no_value = self._reading.no_value
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
