@@ -184,7 +184,8 @@ def lookups(folder: Path, rows: int = 1_000_000, dim: int = 160, count: int = 16
             )
         else:
             ways[f"{name}, resident"] = HostEmbedding.from_pretrained(stored)
-    threads, times = torch.get_num_threads(), {name: [] for name in ways}
+    threads = torch.get_num_threads()
+    times: dict[str, list[float]] = {name: [] for name in ways}
     torch.set_num_threads(1)
     for _ in range(13):
         ids = torch.randint(rows, (count,))

@@ -247,7 +247,7 @@ class AdaptedEmbedding(MappedEmbedding):
         return self.trained.slots(row_numbers(ids, self.num_rows, self.name))
 
     @outside_of_graphs
-    def forward(
+    def forward(  # type: ignore[override]
         self, ids: Tensor, *, by_replica: bool = False, to: torch.device | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the rows of `ids`; see `HostEmbedding.forward`. A lookup that records a gradient makes their
@@ -432,7 +432,7 @@ def _other_tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name, weight
 
 
-def _warn_if_dense(name: str, weight: nn.Parameter) -> None:
+def _warn_if_dense(name: str, weight: Tensor) -> None:
     """Warn once when the table's gradient has all rows, as something multiplies by it."""
 
     def look(weight: Tensor) -> None:
@@ -453,7 +453,8 @@ def save_rows(model: nn.Module, file: Path | str) -> dict[str, int]:
     JSON. Return their number by table."""
     from safetensors.torch import save_file
 
-    tensors, page = {}, {}
+    tensors: dict[str, Tensor] = {}
+    page: dict[str, dict[str, Any]] = {}
     for name, table in _trained_tables(model).items():
         ids_K, order_K = table.ids_K.sort()
         rows_KD = table.rows_KD[order_K]

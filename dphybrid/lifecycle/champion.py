@@ -156,10 +156,11 @@ def against_champion(
             f"{NOT_COMPARED}: the champion is version {champion.number} now, which was trained on other data"
         )
         return Decision(promoted=False, why=why, against=champion.number)
-    outputs = [_outputs(experiment, each, data) for each in (checkpoint, _best_checkpoint(experiment))]
+    champions = _outputs(experiment, checkpoint, data)
+    challengers = _outputs(experiment, _best_checkpoint(experiment), data)
     name = f"champion version {champion.number}'s"
     seed = experiment.config.train.seed
-    decision = compared(*outputs, experiment.task, seed, name, min_gain)
+    decision = compared(champions, challengers, experiment.task, seed, name, min_gain)
     return decision.model_copy(update={"against": champion.number})
 
 
@@ -184,8 +185,9 @@ def compared(
         f"interval {metric_text(low)} to {metric_text(high)}"
         + (f", wanted {min_gain:+g}" if min_gain else "")
     )
-    facts = {"champion": old, "challenger": new, "gain": gain, "low": low, "high": high}
-    return Decision(promoted=low > min_gain, why=why, **facts)
+    return Decision(
+        promoted=low > min_gain, why=why, champion=old, challenger=new, gain=gain, low=low, high=high
+    )
 
 
 def _best_checkpoint(experiment: Experiment) -> Path:

@@ -63,8 +63,8 @@ def row_of(run: Run) -> dict[str, object]:
     try:
         page = run.folder / "report.json"
         metrics = Report.read(page).metrics if page.is_file() else {}
-        name, value = next(iter(metrics.items()), ("", ""))
-        metric, status = f"{name} {metric_text(value)}" if name else "", run.status
+        metric = next((f"{name} {metric_text(value)}" for name, value in metrics.items()), "")
+        status = run.status
         size = round(size_of([run.folder]) / 2**20, 1)
     except (UserError, OSError) as error:
         print(f"Note: {run.folder.name}: {error}", file=sys.stderr, flush=True)
