@@ -97,11 +97,13 @@ class Copier:
                 self.trouble, retry_s = "", _FIRST_RETRY_S
                 if finishing:
                     return
-                self._sleep(_EVERY_S)
+                self._bell.wait(_EVERY_S)  # `finish` rings it, during the pass, too
+                self._bell.clear()
         finally:
             lock.release()
 
     def _sleep(self, seconds: float) -> None:
+        """Wait before another attempt. The bell ends the wait, but not after `finish` has begun."""
         if self._deadline is not None:
             seconds = max(0.0, min(seconds, self._deadline - time.monotonic()))
             self._bell.clear()
