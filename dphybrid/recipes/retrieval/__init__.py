@@ -143,7 +143,7 @@ class Retrieval(Recipe):
     model = RetrievalModelConfig
     one_process = True
     sample = "user"
-    # Chosen on MovieLens-100k (docs/quality-others.md), where it beats Adam whose moments count only the
+    # Chosen on MovieLens-100k (docs/quality.md), where it beats Adam whose moments count only the
     # row's own steps.
     table = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 1.0}
     train = {
