@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config.settings import ENV_FILE, load_settings, notes_on_settings
+from dphybrid.config.settings import ENV_FILE, load_settings
 from dphybrid.lifecycle.champion import open_registry
 from dphybrid.run.folder import find_run
 from dphybrid.tracking.opening import store_to_read
@@ -50,7 +50,7 @@ def test_an_unpacked_folder_runs_none_of_its_code(tmp_path: Path, monkeypatch: p
 
 
 def test_an_env_file_gives_no_address_to_the_credentials_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -59,7 +59,7 @@ def test_an_env_file_gives_no_address_to_the_credentials_of_the_environment(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://own:5000")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
     assert load_settings().mlflow_uri == "http://own:5000"
-    assert "DPHYBRID_TRACKING_URI is ignored: the environment's credentials" in notes_on_settings()[0]
+    assert "DPHYBRID_TRACKING_URI is ignored: the environment's credentials" in capsys.readouterr().err
     Path(".env").write_text("DPHYBRID_TRACKING_URI=none\n")
     assert load_settings().mlflow_uri == "none"
     monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")

@@ -4,8 +4,10 @@ interruptions."""
 import atexit
 import errno
 import gc
+import io
 import os
 import signal
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -18,12 +20,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import fields_of, nest
-from dphybrid.config.settings import load_settings, notes_on_settings
+from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_scratch, disk_text
 from dphybrid.util.importing import missing_extra
-from dphybrid.util.terminal import guarded_output, tell
-from dphybrid.util.text import flag_text, masked
+from dphybrid.util.text import flag_text, masked, printable
 
 T = TypeVar("T")
 Positional = Annotated[T, "positional"]
@@ -216,29 +217,33 @@ def run_cli(function: Callable[[], int | None]) -> int:
     # `dphybrid.flows` sets SIG_DFL so that Ctrl-C ends its imports without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for letters that the locale does not have
     try:
-        with guarded_output():
-            try:
-                clear_scratch(Path(gettempdir()))
-                _check_working_folder()
-                for note in notes_on_settings():
-                    tell(f"Note: {note}")
-                return function() or 0
-            except ModuleNotFoundError as error:
-                raise missing_extra(error) from error
+        clear_scratch(Path(gettempdir()))
+        _check_working_folder()
+        code = function() or 0
+        sys.stdout.flush()
+        return code
+    except ModuleNotFoundError as error:
+        _tell(f"error: {missing_extra(error)}")
+        return 2
     except UserError as error:
-        tell(f"error: {error}")
+        _tell(f"error: {error}")
         return 2
     except KeyboardInterrupt as interruption:
-        tell(f"\n{interruption}" if str(interruption) else "\ninterrupted")
+        _tell(f"\n{interruption}" if str(interruption) else "\ninterrupted")
         if vars(interruption).get("requeue"):
             if run := vars(interruption).get("run"):
-                tell(f"Continue with `dphybrid train --resume {run}`")
+                _tell(f"Continue with `dphybrid train --resume {run}`")
             return os.EX_TEMPFAIL
         # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
         return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:
-        # The reader of a pipe has ended, as in `dphybrid ... | head`; 141 is 128 + SIGPIPE.
+        # The reader of a pipe has ended, as in `dphybrid ... | head`; 141 is 128 + SIGPIPE. Python would
+        # write what is left once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         # An OSError without a file is not the user's mistake; its traceback is needed.
@@ -249,8 +254,12 @@ def run_cli(function: Callable[[], int | None]) -> int:
         own = path.is_relative_to(folder) or folder.is_relative_to(path)
         if own and error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR):
             text = f"{path}: {error.strerror}; DPHYBRID_DATA_DIR={folder} must be a folder that you can write"
-        tell(masked(f"error: {text}"))
+        _tell(masked(f"error: {text}"))
         return 2
+
+
+def _tell(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _check_working_folder() -> None:

@@ -3,7 +3,8 @@ file. Settings are not part of an experiment. Devices and threads change a resul
 number of GPUs also by other dropout masks; the other settings do not change it."""
 
 import os
-from contextlib import suppress
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import given_path, keep_private, read_own_text
 from dphybrid.util.hours import parse_training_hours
+from dphybrid.util.text import masked, printable
 
 _PREFIX = "DPHYBRID_"
 EXPERIMENT = "dphybrid"
@@ -43,27 +45,35 @@ def env_file() -> Path:
     return Path(os.environ.get(ENV_FILE) or ".env")
 
 
-def _read_env_file(settings_cls: type[BaseSettings]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of `.env`, and why it, or a line of it, is ignored. Paths in it are relative to its
-    folder. It chooses no code, and no address for the credentials of the environment."""
+def _read_env_file(settings_cls: type[BaseSettings]) -> dict[str, Any]:
+    """Return the settings of `.env`. Paths in it are relative to its folder. It chooses no code, and no
+    address for the credentials of the environment: a note on standard error names what is ignored."""
     file = env_file()
     # Some people have a folder of this name, with a virtual environment in it.
     if file.is_dir() or not os.path.lexists(file):
-        return {}, []
+        return {}
     try:
         read_own_text(file)
     except UserError as fault:
-        return {}, [str(fault)]
+        note(str(fault))
+        return {}
     values = DotEnvSettingsSource(settings_cls, env_file=file, env_file_encoding="utf-8")()
     ignored = {name: "it names code to import" for name in _NAMING_CODE if name in values}
     if "://" in str(values.get("tracking_uri")) and _has_credentials():
         ignored["tracking_uri"] = "the environment's credentials for MLflow are not for its address"
+    for name, why in ignored.items():
+        note(f"{file.absolute()}: {_PREFIX}{name.upper()} is ignored: {why}; set it in the environment")
+        del values[name]
     for name in _PATHS:
         if (path := str(values.get(name) or "")) and path[0] != "~":
             values[name] = str(file.absolute().parent / path)
-    where = f"{file.absolute()}: {_PREFIX}"
-    notes = [f"{where}{n.upper()} is ignored: {why}; set it in the environment" for n, why in ignored.items()]
-    return {name: value for name, value in values.items() if name not in ignored}, notes
+    return values
+
+
+@cache
+def note(text: str) -> None:
+    """Print a note on standard error, once in a process: settings are read many times."""
+    print(f"Note: {printable(masked(text))}", file=sys.stderr, flush=True)
 
 
 def _has_credentials() -> bool:
@@ -89,7 +99,7 @@ class Settings(BaseSettings):
         cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read the arguments, then the environment, then `.env`."""
-        of_file = InitSettingsSource(settings_cls, init_kwargs=_read_env_file(settings_cls)[0])
+        of_file = InitSettingsSource(settings_cls, init_kwargs=_read_env_file(settings_cls))
         return named["init_settings"], named["env_settings"], of_file
 
     _of_env_file: bool = PrivateAttr(default=False)
@@ -182,7 +192,7 @@ class Settings(BaseSettings):
 
     def model_post_init(self, _: object) -> None:
         """Note whether `.env` chose the data folder."""
-        named = _read_env_file(type(self))[0].get("data_dir")
+        named = _read_env_file(type(self)).get("data_dir")
         set_outside = {name.upper() for name, value in os.environ.items() if value}
         if named and f"{_PREFIX}DATA_DIR" not in set_outside:
             self._of_env_file = given_path(named, "data_dir").absolute() == self.data_dir
@@ -243,10 +253,3 @@ def load_settings(**given: object) -> Settings:
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
     return settings
-
-
-def notes_on_settings() -> list[str]:
-    """Return why `.env`, or a line of it, is ignored."""
-    with suppress(UnicodeDecodeError, OSError):  # `load_settings` reports them
-        return _read_env_file(Settings)[1]
-    return []

@@ -19,7 +19,6 @@ from dphybrid.run.trainer import train_here
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
-from dphybrid.util.terminal import guarded_output
 
 
 def _be_a_rank(run: Run) -> None:
@@ -57,11 +56,6 @@ def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
 def main(argv: Sequence[str]) -> int:
     """Run one rank of the run in a folder. A failure, or SIGTERM, ends only this process, and at once; the
     launcher ends the others."""
-    with guarded_output():
-        return _main(argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     run = read_run(argv[0], load_settings())
     # Restarted after training had ended, because another rank failed before it knew: nothing is left to do.
     if (run.folder / OUTCOME).is_file():

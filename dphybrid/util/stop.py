@@ -1,6 +1,8 @@
 """Stopping with a checkpoint: after a request, the run finishes its current step, writes a checkpoint and
 raises `Interrupted`. `watching` runs a thread that looks for reasons to stop."""
 
+import errno
+import os
 import signal
 import sys
 import threading
@@ -48,7 +50,7 @@ class StopRequest:
         # Needs no lock: threads and signal handlers only ever replace the whole object.
         self._asked: Interrupted | None = None
         self.hung_up = False
-        """Whether the terminal has ended: the kernel, the shell and the first failing write each say so."""
+        """Whether the terminal has ended: the kernel and the shell each say so."""
 
     @property
     def pending(self) -> bool:
@@ -104,6 +106,7 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
             if stop.hung_up:
                 return
             stop.hung_up = True
+            _leave_closed_terminal()
         stop.ask(_NAMES[signal.Signals(number)], number)
         if at_once:
             raise stop.interruption()
@@ -118,6 +121,16 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave_closed_terminal() -> None:
+    """Let output to a terminal that no longer exists go to /dev/null: each print would fail."""
+    for stream in (1, 2):
+        try:
+            os.ttyname(stream)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 @contextmanager
