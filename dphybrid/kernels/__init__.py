@@ -103,9 +103,8 @@ def call(name: str, arguments: c.Structure) -> bool:
 
 
 def _use_one_thread() -> None:
-    """Keep this process, just forked, to one thread: it has none of the pool's threads, and OpenMP would
-    wait for
-    them forever, in torch's own operations, too."""
+    """Keep this process, just forked, to one thread: it has none of the pool's threads, and OpenMP would wait
+    for them forever, in torch's own operations, too."""
     global _forked
     _forked = True
     torch.set_num_threads(1)
@@ -150,11 +149,13 @@ def is_plain(tensor: Tensor) -> bool:
 
 def may_read(*tensors: Tensor) -> bool:
     """Return whether a kernel may read these tensors here: all are plain, and no compiler, export, trace or
-    dispatch mode looks on, which would miss what the kernel does."""
+    dispatch mode looks on, which would miss what the kernel does. A mode with `allows_kernels` does not mind.
+    """
     if torch.compiler.is_compiling():  # first, as compilers cannot follow the other questions
         return False
-    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-    return not watched and all(map(is_plain, tensors))
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    watched = not all(hasattr(mode, "allows_kernels") for mode in modes)
+    return not watched and torch._C._get_tracing_state() is None and all(map(is_plain, tensors))
 
 
 def may_train(*tensors: Tensor) -> bool:
@@ -162,8 +163,7 @@ def may_train(*tensors: Tensor) -> bool:
     a training, which records a gradient, in float32. Autocast, forward derivatives and transforms of
     torch.func need torch's operations.
 
-    Elsewhere torch's operations compute: predictions are
-    then one program with the same bits.
+    Elsewhere torch's operations compute: predictions are then one program with the same bits.
     """
     return (
         may_read(*tensors)

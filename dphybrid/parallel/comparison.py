@@ -10,8 +10,7 @@ import inspect
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,8 +65,11 @@ def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
         for note in check_module(region.module)
     ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
     try:
-        with _generators_set_back(), torch.inference_mode(False), torch.enable_grad():
+        gpus = range(torch.cuda.device_count())
+        with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():
             difference, idle = _compare(model, (args, kwargs))
     except _NotCompared as error:
         return f"not compared: {error}"
@@ -76,6 +78,9 @@ def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
             raise
         return "not compared: the first device has no memory for two copies of the model"
     finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
     if difference is None:
@@ -94,6 +99,10 @@ def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
 def _compare(model: nn.Module, batch: Any) -> tuple[_Difference | None, list[str]]:
     """Return the first difference, or None, and the names of regions that the batch does not split."""
     whole, split = _Trial(model, batch, split=False), _Trial(model, batch, split=True)
+    shared = {id(weight) for weight in model.parameters()}  # of tables
+    copied = [
+        weight for trial in (whole, split) for weight in trial.model.parameters() if id(weight) not in shared
+    ]
     for _ in range(2):
         whole.forward()
         try:
@@ -105,36 +114,37 @@ def _compare(model: nn.Module, batch: Any) -> tuple[_Difference | None, list[str
         idle = [name for name, replicas in split.replicas.items() if len(replicas) < 2]
         if len(idle) == len(split.regions):
             raise _NotCompared("no DataParallel was called with two rows or more")
-        if found := _written(whole, split) or _in_outputs(model, batch, whole, split):
-            return found, idle
+        if difference := _written(whole, split) or _in_outputs(model, batch, whole, split):
+            return difference, idle
         one, two = whole.gradients(), split.gradients()
         largest = max((_largest(gradient) for values in one.values() for gradient in values), default=0.0)
-        if found := _first_difference(one, [two], split.eps, floor=8 * split.eps * largest):
-            return found, idle
-        for trial in (whole, split):
-            tables = [part for part in trial.model.modules() if is_table(part)]
-            shared = {id(weight) for table in tables for weight in table.parameters()}
-            for parameter in trial.model.parameters():
-                if parameter.requires_grad and id(parameter) not in shared:
-                    parameter.data *= 1.1
+        if difference := _first_difference(one, [two], split.eps, floor=8 * split.eps * largest):
+            return difference, idle
+        for weight in copied:
+            if weight.requires_grad:
+                weight.data *= 1.1
     return None, idle
 
 
 def _written(whole: "_Trial", split: "_Trial") -> _Difference | None:
     """Return a parameter, buffer or attribute that forward writes and replicas lose. All replicas but the
     first lose what they write, unless all of them write the same, as for a cache."""
-    found = _first_difference(whole.parameters(), [split.parameters()], split.eps)
+    one, two = (
+        {(name, "its value"): [weight] for name, weight in trial.model.named_parameters()}
+        for trial in (whole, split)
+    )
+    difference = _first_difference(one, [two], split.eps)
     for name, replicas in split.replicas.items():
-        if replicas and found is None:
+        if replicas and difference is None:
             states = [_state(name, replica) for replica in replicas]
-            found = _first_difference(_state(name, whole.regions[name].module), states, split.eps)
-    return found
+            difference = _first_difference(_state(name, whole.regions[name].module), states, split.eps)
+    return difference
 
 
 def _in_outputs(model: nn.Module, batch: Any, whole: "_Trial", split: "_Trial") -> _Difference | None:
     """Return the first module whose output differs, if a region's does."""
-    found = _first_difference(whole.values[0], split.values.values(), split.eps)
-    if found is None:
+    of_region = _first_difference(whole.values[0], split.values.values(), split.eps)
+    if of_region is None:
         return None
     one, other = (_Trial(model, batch, split=False) for _ in range(2))
     one.forward()
@@ -145,7 +155,7 @@ def _in_outputs(model: nn.Module, batch: Any, whole: "_Trial", split: "_Trial") 
     for _ in range(2):  # the second call sees what the first one left behind
         one.forward()
         two.forward()
-    return _first_difference(one.values[0], two.values.values(), split.eps, join=True) or found
+    return _first_difference(one.values[0], two.values.values(), split.eps, join=True) or of_region
 
 
 class _Trial(TorchDispatchMode):
@@ -158,6 +168,10 @@ class _Trial(TorchDispatchMode):
         eps: Rounding error of the coarsest floating-point type that an operation has returned.
     """
 
+    allows_kernels = True
+    """For `kernels.may_read`: tables look up as they do in training. torch's operator for lookups in graphs
+    would import the compiler, 1.5 CPU seconds of each process."""
+
     def __init__(self, model: nn.Module, batch: Any, split: bool, watch_all: bool = False) -> None:
         super().__init__()
         self.model, self.batch, self.eps = _copied(model), batch, 0.0
@@ -168,7 +182,6 @@ class _Trial(TorchDispatchMode):
             region.use_devices(Devices(f"{home}*{count}", (home,) * count, count > 1))
             for table in shared_tables(region.module).values() if region.dim == 0 else ():
                 connect(table, region)  # type: ignore[arg-type]
-            self.replicas[name] = []
             self._keep_replicas(name, region)
             region.module.register_forward_pre_hook(lambda *_: self._seed())  # the same in each replica
             self._watch(name, region, outputs_only=True)
@@ -186,10 +199,10 @@ class _Trial(TorchDispatchMode):
         return result
 
     def _keep_replicas(self, name: str, region: DataParallel) -> None:
-        replicate = region.replicate
+        replicate, self.replicas[name] = region.replicate, []
 
-        def kept(*given: Any) -> list[nn.Module]:
-            self.replicas[name] = replicate(*given)
+        def kept(*arguments: Any) -> list[nn.Module]:
+            self.replicas[name] = replicate(*arguments)
             return self.replicas[name]
 
         region.replicate = kept  # type: ignore[method-assign, assignment]
@@ -200,10 +213,10 @@ class _Trial(TorchDispatchMode):
             what = quantity
             while (name, what) in values:
                 what, call = f"{quantity} in call {call}", call + 1
-            values[name, what] = [leaf.detach().clone() for leaf in leaves(nest) if isinstance(leaf, Tensor)]
+            values[name, what] = [leaf.detach().clone() for leaf in _tensors(nest)]
 
         if not outputs_only:
-            part.register_forward_pre_hook(lambda _, *given: note("its input", given), with_kwargs=True)
+            part.register_forward_pre_hook(lambda _, *inputs: note("its input", inputs), with_kwargs=True)
         part.register_forward_hook(lambda _, __, output: note("its output", output))
 
     def _seed(self) -> None:
@@ -215,10 +228,10 @@ class _Trial(TorchDispatchMode):
     def forward(self, seed: int = 0) -> None:
         """Call the model with a copy of the batch."""
         self.values, self.seed = {0: {}}, seed
-        args, kwargs = self.given = copy.deepcopy(self.batch)
+        args, kwargs = self.inputs = copy.deepcopy(self.batch)
         self._seed()
         with self:
-            self.outputs = [leaf for leaf in leaves(self.model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            self.outputs = _tensors(self.model(*args, **kwargs))
 
     def gradients(self) -> _Values:
         """Return the gradients of a sum of the outputs in which each value has its own factor."""
@@ -230,7 +243,7 @@ class _Trial(TorchDispatchMode):
         if total.requires_grad:
             with self:  # activation checkpointing computes forwards again
                 total.backward()
-        inputs = [leaf for leaf in leaves(self.given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        inputs = [tensor for tensor in _tensors(self.inputs) if tensor.requires_grad]
         wanted = {("the model", f"its input tensor {n}'s gradient"): leaf for n, leaf in enumerate(inputs)}
         wanted |= {(name, "its gradient"): weight for name, weight in self.model.named_parameters()}
         gradients = {place: [] if tensor.grad is None else [tensor.grad] for place, tensor in wanted.items()}
@@ -238,12 +251,8 @@ class _Trial(TorchDispatchMode):
             tensor.grad = None
         return gradients
 
-    def parameters(self) -> _Values:
-        """Return the parameters of the copy and of its tables."""
-        return {(name, "its value"): [weight] for name, weight in self.model.named_parameters()}
 
-
-# Subclasses get a wrapper there that imports the compiler at the first call, 1.5 CPU seconds of each process.
+# Subclasses get a wrapper there that imports the compiler at the first call.
 _Trial.__torch_dispatch__ = inspect.unwrap(_Trial.__torch_dispatch__)  # type: ignore[method-assign]
 
 
@@ -290,9 +299,6 @@ def _state(name: str, module: nn.Module) -> _Values:
     }
 
 
-# How values are compared
-
-
 def _first_difference(
     whole: _Values, shares: Iterable[_Values], eps: float, join: bool = False, floor: float = 0.0
 ) -> _Difference | None:
@@ -309,7 +315,7 @@ def _first_difference(
         for tensor, *pieces in zip(tensors, *of_shares, strict=True):
             sizes = [max(_difference(tensor, piece, eps, floor) for piece in pieces)]
             for dim in range(tensor.dim()) if join and tensor.layout is torch.strided else ():
-                if len({(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (tensor, *pieces)}) == 1:
+                if len({(*one.shape[:dim], *one.shape[dim + 1 :]) for one in (tensor, *pieces)}) == 1:
                     sizes.append(_difference(tensor, torch.cat(pieces, dim), eps, floor))
             if min(sizes):
                 return *place, min(sizes)
@@ -347,14 +353,5 @@ def _eps(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
-@contextmanager
-def _generators_set_back() -> Iterator[None]:
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+def _tensors(nest: object) -> list[Tensor]:
+    return [leaf for leaf in leaves(nest) if isinstance(leaf, Tensor)]

@@ -14,7 +14,7 @@ RUN = """
 import sys
 from dphybrid.cli.main import main
 
-assert main(["train", "--recipe", "hybrid", "--train.epochs", "1", "--devices", "cpu"]) == 0
+assert main(["train", "--recipe", "hybrid", "--train.epochs", "1", "--devices", "cpu*2"]) == 0
 compiler, plots = ["torch._dynamo", "torch._inductor"], ["matplotlib"]
 ranks = ["torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding"]
 print("imported:", [name for name in [*compiler, *plots, *ranks] if name in sys.modules])
