@@ -135,8 +135,8 @@ def _memory(rounds: int) -> dict[str, float]:
     ahead."""
     device = resolve_devices(ONE).replicas[0]
     if CUDA:
-        return overhead(device, rounds, 20, rows=8_000_000, width=2048)
-    return overhead(device, rounds, 2, rows=4000, width=16)
+        return overhead(device, rounds, rows=8_000_000, width=2048)
+    return overhead(device, rounds, rows=4000, width=16)
 
 
 STAGES: dict[str, Callable[[int], dict[str, Any]]] = {

@@ -1,21 +1,18 @@
 """A decoder's step with a memory table: resident, in host memory, and mapped; its states by optimizer.
 
-    python -m benchmarks.memory [--rows 1000000] [--steps 20] [--mapped-gib 48] [--only lookups]
+    python -m benchmarks.memory [--rows 1000000] [--mapped-gib 48] [--only lookups]
 
 Prints how many rows a second one thread looks up, by how they are stored; for each way to hold the table, the
-median time of a step (the ways take turns) and the bytes of rows and states; then the time of a step over a
-mapped table of --mapped-gib GiB (a sparse file) beside one of a hundredth. On a GPU `benchmarks.gpu` measures
-what a memory adds to a step (`overhead`).
+median time of a step and the bytes of its states; then the time of a step over a mapped table of --mapped-gib
+GiB (a sparse file) beside one of a hundredth. On a GPU `benchmarks.gpu` measures what a memory adds to a step
+(`overhead`).
 
 Letters: B samples, T tokens.
 """
 
-import argparse
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,8 +23,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SparseAdam
 
-from benchmarks.command import processor
+from benchmarks.command import at_least_one, flags, processor, show
+from benchmarks.racing import cycle, race, race_loops, table_text
 from dphybrid.embedding import (
     HostEmbedding,
     NgramMemory,
@@ -90,34 +89,26 @@ def resident(sparse: bool) -> Callable[[HostEmbedding], nn.Module]:
     return hold
 
 
-def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int = 8) -> list[tuple[Tensor, Tensor]]:
     """Return random (tokens, next tokens)."""
-    windows = torch.randint(
-        VOCABULARY, (steps, BATCH_SIZE, WINDOW + 1), generator=torch.Generator().manual_seed(1)
-    )
+    shape = (count, BATCH_SIZE, WINDOW + 1)
+    windows = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-def step_ms(model: Model, rows: torch.optim.Optimizer | None, steps: int, mode: str = "exact") -> list[float]:
-    """Return the milliseconds of each step after the first, fetching and waiting for the GPU included.
-    mode: of the pipeline."""
+def steps(model: Model, rows: torch.optim.Optimizer | None, mode: str = "exact") -> Iterator[None]:
+    """Train endlessly; yield after each step. mode: of the pipeline."""
     own = {parameter for group in (rows.param_groups if rows else []) for parameter in group["params"]}
     dense = torch.optim.AdamW([p for p in dense_parameters(model) if p not in own])
     optimizers = [dense, *([rows] if rows else [])]
-    given, times = batches(steps + 1), []
+    given = cycle(batches())
     with RowPipeline(model, mode=mode) if model.has_memory else nullcontext() as pipeline:
-        start = time.perf_counter()
         for tokens_BT, next_BT in pipeline.prefetch(given, model.table_ids) if pipeline else given:
             model(tokens_BT, next_BT).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            if model.tokens.weight.is_cuda:
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            times.append(1e3 * (now - start))
-            start = now
-    return times[1:]
+            yield
 
 
 def published(folder: Path, train: str | None) -> Callable[[HostEmbedding], nn.Module]:
@@ -133,27 +124,22 @@ def published(folder: Path, train: str | None) -> Callable[[HostEmbedding], nn.M
     return hold
 
 
-def overhead(device: torch.device, rounds: int, steps: int, *, rows: int, width: int) -> dict[str, float]:
+def overhead(device: torch.device, rounds: int, *, rows: int, width: int) -> dict[str, float]:
     """Return the median ms of a step without a memory, and with one whose rows are in host memory, mapped
     from FP8 files ("mapped"), or trained over those ("adapted"), and are looked up in the step ("off") or
     fetched ahead ("exact"); all take turns."""
     with tempfile.TemporaryDirectory() as folder:
         models = {
-            "without": Model(0, width=width),
             "": Model(rows, width=width),
             "mapped ": Model(rows, published(Path(folder), None), width=width),
             "adapted ": Model(rows, published(Path(folder), "rows"), width=width),
         }
-        times: dict[str, list[float]] = {}
-        optimizers = {
-            name: row_optimizer("adam", models[name].to(device), lr=0.001) for name in ("", "adapted ")
-        }
-        for _ in range(rounds):
-            for name, model in models.items():
-                for mode in ("off", "exact") if model.has_memory else ("",):
-                    found = step_ms(model.to(device), optimizers.get(name), steps, mode or "off")
-                    times.setdefault(f"{name}{mode}", []).extend(found)
-    return {name: statistics.median(found) for name, found in times.items()}
+        loops = {"without": steps(Model(0, width=width).to(device), None)}
+        for name, model in models.items():
+            trained = name != "mapped "
+            optimizer = row_optimizer("adam", model.to(device), lr=0.001) if trained else None
+            loops |= {f"{name}{mode}": steps(model, optimizer, mode) for mode in ("off", "exact")}
+        return race_loops(loops, rounds, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
 
 
 def _by_numpy(stored_bytes: Any, of_byte: Any, ids: Tensor) -> Any:
@@ -184,17 +170,12 @@ def lookups(folder: Path, rows: int = 1_000_000, dim: int = 160, count: int = 16
             )
         else:
             ways[f"{name}, resident"] = HostEmbedding.from_pretrained(stored)
+    ids = cycle([torch.randint(rows, (count,)) for _ in range(len(ways) * 4 + 1)])
     threads = torch.get_num_threads()
-    times: dict[str, list[float]] = {name: [] for name in ways}
     torch.set_num_threads(1)
-    for _ in range(13):
-        ids = torch.randint(rows, (count,))
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way(ids)
-            times[name].append(time.perf_counter() - start)
+    timings = race({name: partial(lambda way: way(next(ids)), way) for name, way in ways.items()}, 12, 1)
     torch.set_num_threads(threads)
-    return {name: count / 1e6 / statistics.median(found[1:]) for name, found in times.items()}
+    return {name: count / 1e3 / timing.ms for name, timing in timings.items()}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -222,53 +203,41 @@ def mapped_table(folder: Path, gib: float) -> HostEmbedding:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = flags(__doc__, repeats=15)
+    parser.add_argument("--rows", type=at_least_one, default=1_000_000)
     parser.add_argument("--mapped-gib", type=float, default=48.0)
     parser.add_argument("--only", choices=["lookups"])
     given = parser.parse_args()
-    print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    found: dict[str, Any] = {"processor": processor(), "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as folder:
-        for name, millions in lookups(Path(folder)).items():
-            print(f"{name:48} {millions:6.1f} million rows of 160 a second")
-    if given.only:
-        return
-    made: dict[str, tuple[Model, torch.optim.Optimizer]] = {}
-    for name, sparse, kind in (
-        ("resident, Adam", False, torch.optim.Adam),
-        ("resident, SparseAdam", True, torch.optim.SparseAdam),
-    ):
-        model = Model(given.rows, resident(sparse))
-        made[name] = model, kind([model.memory.table.weight])
-    for name in ("lazy-adam", "adam"):
-        model = Model(given.rows)
-        made[f"host, {name}"] = model, row_optimizer(name, model, lr=0.001)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(given.rounds):
-        for name, (model, rows) in made.items():
-            times[name] += step_ms(model, rows, given.steps)
-    best = statistics.median(times["host, adam"])
-    for name, (model, rows) in made.items():
-        own, states = model.memory.table.weight.nbytes / 2**20, state_bytes(rows) / 2**20
-        median = statistics.median(times[name])
-        print(
-            f"{name:22} {median:8.1f} ms a step ({median / best:.2f}), "
-            f"rows {own:,.0f} MiB, states {states:,.0f} MiB"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        medians = []
-        for gib in (given.mapped_gib / 100, given.mapped_gib):
-            model = Model(4000)
-            model.memory.table = mapped_table(Path(folder), gib)
-            # The hash functions of a memory of that many rows.
-            model.memory._sizes_H.fill_(model.memory.table.num_rows // 4)
-            model.memory._starts_H.copy_(torch.arange(4) * (model.memory.table.num_rows // 4))
-            frozen = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-            medians.append(statistics.median(step_ms(model, frozen, given.steps * given.rounds)))
-            print(f"mapped, {gib:6.2f} GiB      {medians[-1]:8.1f} ms a step")
-        print(f"a hundred times the rows: {medians[1] / medians[0]:.2f} times the step")
+        found["million rows of 160 a second, one thread"] = lookups(Path(folder))
+    if not given.only:
+        made: dict[str, tuple[Model, torch.optim.Optimizer]] = {}
+        for name, sparse, kind in (("Adam", False, torch.optim.Adam), ("SparseAdam", True, SparseAdam)):
+            model = Model(given.rows, resident(sparse))
+            made[f"resident, {name}"] = model, kind([model.memory.table.weight])
+        for name in ("lazy-adam", "adam"):
+            model = Model(given.rows)
+            made[f"host, {name}"] = model, row_optimizer(name, model, lr=0.001)
+        loops = {name: steps(model, rows) for name, (model, rows) in made.items()}
+        found["ms a step"] = race_loops(loops, given.repeats)
+        found["MiB of states"] = {name: state_bytes(rows) / 2**20 for name, (_, rows) in made.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            loops = {
+                f"mapped, {gib:.2f} GiB": steps(_mapped_model(Path(folder), gib), None)
+                for gib in (given.mapped_gib / 100, given.mapped_gib)
+            }
+            found["ms a step"] |= race_loops(loops, given.repeats)
+    show(found, table_text, given.out)
+
+
+def _mapped_model(folder: Path, gib: float) -> Model:
+    model = Model(4000)
+    model.memory.table = mapped_table(folder, gib)
+    # The hash functions of a memory of that many rows.
+    model.memory._sizes_H.fill_(model.memory.table.num_rows // 4)
+    model.memory._starts_H.copy_(torch.arange(4) * (model.memory.table.num_rows // 4))
+    return model
 
 
 if __name__ == "__main__":

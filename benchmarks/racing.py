@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from dphybrid.util.memory import page_faults
 
 Step = Callable[[], object]
 T = TypeVar("T")
+_STEPS_A_TURN = 4
 Taken = tuple[float, float, int]
 """(wall-clock seconds, CPU seconds, page faults)"""
 
@@ -85,9 +87,26 @@ def race(
     return {name: timing(turns) for name, turns in found.items()}
 
 
-def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Return only the medians of `race`."""
-    return {name: timing.ms for name, timing in race(contestants, rounds, warm_up).items()}
+def race_loops(
+    loops: Mapping[str, Iterator[object]], rounds: int, wait: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Return the median ms of a step of endless loops, whose turns are four steps long: while the others have
+    theirs, a worker thread can prefetch for one step at most. wait: for the devices. Closes the loops."""
+
+    def turn(loop: Iterator[object]) -> Step:
+        def run_it() -> None:
+            for _ in range(_STEPS_A_TURN):
+                next(loop)
+            wait()
+
+        return run_it
+
+    with ExitStack() as held:
+        # Closing a loop leaves its `with RowPipeline`, which ends the worker thread.
+        for loop in loops.values():
+            held.callback(loop.close)  # type: ignore[attr-defined]
+        timings = race({name: turn(loop) for name, loop in loops.items()}, rounds, warm_up=1)
+    return {name: timing.ms / _STEPS_A_TURN for name, timing in timings.items()}
 
 
 def copy_gib_per_s() -> float:
@@ -95,7 +114,7 @@ def copy_gib_per_s() -> float:
     current number of threads."""
     # 128 MiB read and 128 MiB written are a quarter of a GiB.
     source, target = torch.ones(2**25), torch.empty(2**25)
-    return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
+    return 0.25 / (race({"copy": lambda: target.copy_(source)}, 5)["copy"].ms / 1e3)
 
 
 def cycle(batches: list[T]) -> Iterator[T]:

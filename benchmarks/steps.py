@@ -8,22 +8,19 @@ Letters: B samples, F id columns, N ids of a share, U unique ones, D width of a 
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.racing import race, zipf_ids
+from benchmarks.racing import cycle, race, race_loops, zipf_ids
 from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, native, row_optimizer
 from dphybrid.embedding.gradients import sparse
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
 from dphybrid.parallel import DataParallel, Devices, parts, resolve_devices
 
-STEPS_A_TURN = 4
-"""Steps in a turn of whole steps. While the others have their turns, a worker thread can prefetch for one of
-them at most."""
 ON_DEVICE_BYTES = 2**35
 """Largest table that torch's embedding puts into a device's memory."""
 
@@ -170,10 +167,6 @@ def _ways(
     """Return ms of whole steps: with the pipeline off and exact, and with torch's embeddings in the memory of
     the first device and of the host. counters: filled with the exact pipeline's counters for a step."""
 
-    def source() -> Iterator[Tensor]:
-        while True:
-            yield from batches
-
     def ours(mode: str) -> Iterator[None]:
         table = HostEmbedding(shape.num_rows, shape.dim, seed=0)
         rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
@@ -182,7 +175,7 @@ def _ways(
         dense = torch.optim.SGD(region.parameters(), lr=0.01)
         # on_cpu: by itself the pipeline prefetches only for GPUs; a rehearsal should run the same code.
         with RowPipeline({"t": table}, mode=mode, on_cpu=True) as pipeline:
-            for ids_BF in pipeline.prefetch(source(), lambda ids: {"t": ids}):
+            for ids_BF in pipeline.prefetch(cycle(batches), lambda ids: {"t": ids}):
                 rows.zero_grad()
                 dense.zero_grad()
                 region(parts(table.replica_rows(ids_BF))).square().mean().backward()
@@ -199,7 +192,7 @@ def _ways(
         region = shape.region().to(where.home)
         dense = torch.optim.SGD(region.parameters(), lr=0.01)
         rows = torch.optim.Adagrad(embedding.parameters(), lr=0.01)
-        for ids_BF in source():
+        for ids_BF in cycle(batches):
             rows.zero_grad()
             dense.zero_grad()
             region(embedding(ids_BF.to(place)).to(where.home)).square().mean().backward()
@@ -207,26 +200,12 @@ def _ways(
             rows.step()
             yield
 
-    with ExitStack() as held:
-        loops = {"off": ours("off"), "exact": ours("exact")}
-        loops["torch, sparse, on the host"] = theirs(torch.device("cpu"), sparse=True)
-        table_bytes = shape.num_rows * shape.dim * 4
-        if where.home.type == "cuda" and table_bytes <= ON_DEVICE_BYTES:
-            loops["torch, sparse, on the device"] = theirs(where.home, sparse=True)
-        # A dense gradient and Adagrad's state are each as large as the table.
-        if table_bytes <= 2**30:
-            loops["torch, dense, on the device"] = theirs(where.home, sparse=False)
-        # Closing a loop leaves its `with RowPipeline`, which ends the worker thread.
-        for loop in loops.values():
-            held.callback(loop.close)  # type: ignore[attr-defined]
-
-        def turn(loop: Iterator[None]) -> Callable[[], object]:
-            def run_it() -> None:
-                for _ in range(STEPS_A_TURN):
-                    next(loop)
-                _wait(where)
-
-            return run_it
-
-        timings = race({name: turn(loop) for name, loop in loops.items()}, rounds, warm_up=1)
-    return {name: timing.ms / STEPS_A_TURN for name, timing in timings.items()}
+    loops = {"off": ours("off"), "exact": ours("exact")}
+    loops["torch, sparse, on the host"] = theirs(torch.device("cpu"), sparse=True)
+    table_bytes = shape.num_rows * shape.dim * 4
+    if where.home.type == "cuda" and table_bytes <= ON_DEVICE_BYTES:
+        loops["torch, sparse, on the device"] = theirs(where.home, sparse=True)
+    # A dense gradient and Adagrad's state are each as large as the table.
+    if table_bytes <= 2**30:
+        loops["torch, dense, on the device"] = theirs(where.home, sparse=False)
+    return race_loops(loops, rounds, partial(_wait, where))

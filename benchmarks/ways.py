@@ -1,11 +1,9 @@
-"""The ways to train a recipe's network that `whole_step` compares with the recipe's loop: other libraries'
-tables, and plain PyTorch.
+"""The ways to train a recipe's network that `whole_step` compares with the recipe's loop.
 
-Letters: B samples, F id columns, D width of a row, T tokens of a sample, V words, C candidates, E width of a
-vector.
+Letters: B samples, F id columns, D width of a row, T tokens of a sample, V words.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.embedding import fbgemm_tables
 from dphybrid.embedding import HostEmbeddingCollection, row_optimizer
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.parallel import resolve_devices
@@ -23,23 +20,16 @@ from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.run.experiment import Experiment
 
 Batch = dict[str, Tensor]
-LIBRARIES = {
-    "FBGEMM's fused tables": "fbgemm_gpu",
-    "FBGEMM's tables, our blocks": "fbgemm_gpu",
-    "TorchRec's fused tables": "torchrec",
-}
-"""Way -> the optional module that it needs."""
 
 
 @dataclass(frozen=True)
 class Way:
     """What a plain loop trains. losses: batch -> each sample's loss and weight. blocks: the dense modules.
-    rows: optimizers of the rows; empty if the backward updates them. one_norm: clip blocks and rows together.
-    """
+    rows: the optimizer of the rows. one_norm: clip blocks and rows together."""
 
     losses: Callable[[Batch], Mapping[str, Tensor]]
     blocks: nn.Module
-    rows: Sequence[torch.optim.Optimizer] = ()
+    rows: torch.optim.Optimizer
     one_norm: bool = False
 
 
@@ -53,10 +43,10 @@ def _built(experiment: Experiment) -> Any:
 def own(experiment: Experiment) -> Way:
     """Return the recipe's model and row optimizer, as a user's script would use them."""
     model, table = _built(experiment), experiment.config.table
-    return Way(model, model, [row_optimizer(table.optimizer, model, lr=table.lr)], one_norm=True)
+    return Way(model, model, row_optimizer(table.optimizer, model, lr=table.lr), one_norm=True)
 
 
-def _stock(experiment: Experiment, modules: nn.Module) -> list[torch.optim.Optimizer]:
+def _stock(experiment: Experiment, modules: nn.Module) -> torch.optim.Optimizer:
     """Return torch's optimizer for sparse gradients that corresponds to the config's row optimizer."""
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
@@ -64,12 +54,8 @@ def _stock(experiment: Experiment, modules: nn.Module) -> list[torch.optim.Optim
         "adam": torch.optim.SparseAdam,
     }
     table = experiment.config.table
-    return [kinds[table.optimizer](list(modules.parameters()), lr=table.lr)]
-
-
-def _embedding(table: HostEmbeddingCollection) -> nn.Module:
-    """Return one sparse nn.Embedding with the rows of all tables, for flat ids."""
-    return nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
+    found: torch.optim.Optimizer = kinds[table.optimizer](list(modules.parameters()), lr=table.lr)
+    return found
 
 
 def _by_torch(blocks: nn.Module) -> nn.Module:
@@ -82,13 +68,11 @@ def _by_torch(blocks: nn.Module) -> nn.Module:
 
 
 def _clicks(
-    rows_of: Callable[[Experiment, Any], tuple[Any, Sequence[Any]]],
-    experiment: Experiment,
-    blocks: Callable[[nn.Module], nn.Module] = _by_torch,
+    rows_of: Callable[[Experiment, Any], tuple[Any, torch.optim.Optimizer]], experiment: Experiment
 ) -> Way:
-    """Return DLRM over other tables. rows_of: collection -> (function that looks ids_BF up, optimizers)."""
+    """Return DLRM over other tables. rows_of: collection -> (function that looks ids_BF up, optimizer)."""
     model = _built(experiment)
-    region = blocks(model.region.module)
+    region = _by_torch(model.region.module)
     look_up, rows = rows_of(experiment, model.table)
 
     def losses(batch: Batch) -> Mapping[str, Tensor]:
@@ -98,13 +82,13 @@ def _clicks(
     return Way(losses, region, rows)
 
 
-def _of_sparse(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
-    embedding = _embedding(table)
+def _of_sparse(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, torch.optim.Optimizer]:
+    embedding = nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
     starts_F = torch.tensor(list(table.starts.values()))  # each column's first row in the one embedding
     return lambda ids_BF: embedding(ids_BF + starts_F), _stock(experiment, embedding)
 
 
-def _of_bags(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
+def _of_bags(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, torch.optim.Optimizer]:
     make = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum", sparse=True)
     bags = nn.ModuleList(make(table.weight_of(name).clone()) for name in table.num_rows)
 
@@ -112,44 +96,6 @@ def _of_bags(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[An
         return torch.stack([bag(ids_B[:, None]) for bag, ids_B in zip(bags, ids_BF.T, strict=True)], 1)
 
     return look_up, _stock(experiment, bags)
-
-
-def _of_fbgemm(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
-    config = experiment.config.table
-    tables = fbgemm_tables(list(table.num_rows.values()), table.dim, config.optimizer, config.lr)
-    # The same start weights as the recipe's, so that all losses can be compared.
-    for weight, name in zip(tables.split_embedding_weights(), table.num_rows, strict=True):
-        weight.data.copy_(table.weight_of(name))
-
-    def look_up(ids_BF: Tensor) -> Tensor:
-        return tables(ids_BF.T.reshape(-1), torch.arange(ids_BF.numel() + 1)).view(*ids_BF.shape, table.dim)
-
-    return look_up, ()  # no optimizer: the backward updates the rows
-
-
-def _of_torchrec(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
-    from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-    from torchrec.optim import RowWiseAdagrad
-
-    kinds, names = {"sgd": torch.optim.SGD, "adagrad": RowWiseAdagrad}, list(table.num_rows)
-    configs = [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=table.dim, feature_names=[name])
-        for name, rows in table.num_rows.items()
-    ]
-    config, device = experiment.config.table, torch.device("cpu")
-    tables: Any = FusedEmbeddingBagCollection(
-        configs, kinds[config.optimizer], {"lr": config.lr}, device=device
-    )
-    for name, weight in tables.named_parameters():
-        weight.data.copy_(table.weight_of(name.split(".")[-2]))  # TorchRec: embedding_bags.NAME.weight
-
-    def look_up(ids_BF: Tensor) -> Tensor:
-        one_each = torch.ones(ids_BF.numel(), dtype=torch.int32)
-        found = tables(KeyedJaggedTensor(names, ids_BF.T.reshape(-1), lengths=one_each))
-        return found.values().view(*ids_BF.shape, table.dim)
-
-    return look_up, ()  # fused: the backward updates the rows
 
 
 def plain_text(experiment: Experiment) -> Way:
@@ -185,12 +131,6 @@ def plain_text(experiment: Experiment) -> Way:
 CLICKS: dict[str, Make] = {
     "sparse nn.Embedding": partial(_clicks, _of_sparse),
     "an EmbeddingBag a column, as in DLRM": partial(_clicks, _of_bags),
-    "FBGEMM's fused tables": partial(_clicks, _of_fbgemm),
-    "FBGEMM's tables, our blocks": partial(_clicks, _of_fbgemm, blocks=lambda blocks: blocks),
-    "TorchRec's fused tables": partial(_clicks, _of_torchrec),
 }
 
-
 TEXTS: dict[str, Make] = {"nn.Embedding, nn.LSTM, nn.Linear": plain_text}
-TOKENS = 64
-"""Tokens in a sample of recipe text."""

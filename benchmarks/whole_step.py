@@ -1,10 +1,9 @@
-"""Whole training steps of a recipe's loop, compared with a user's own loop, plain PyTorch and other
-libraries: the same network, batches and optimizer of the blocks.
+"""Whole training steps of a recipe's loop, compared with a user's own loop and plain PyTorch: the same
+network, batches and optimizer of the blocks.
 
 Before each race all ways take a few steps by themselves, with SGD on the rows, no clipping and no dropout.
-Their losses must be equal; those of the recipe's loop and the own loop, to the last bit. Other libraries'
-ways use torch's operations in the blocks, unless their names say otherwise. FBGEMM and TorchRec take part if
-installed.
+Their losses must be equal; those of the recipe's loop and the own loop, to the last bit. Plain PyTorch uses
+torch's operations in the blocks.
 """
 
 import os
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.clicks import write_clicks
 from benchmarks.command import at_least_one, flags, processor, show
 from benchmarks.racing import Taken, plain, table_text, taken, timing
-from benchmarks.ways import CLICKS, LIBRARIES, TEXTS, TOKENS, Batch, Make, own
+from benchmarks.ways import CLICKS, TEXTS, Batch, Make, own
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data import batches, num_batches
 from dphybrid.embedding import RowPipeline, clip_grad_norm_
@@ -43,7 +41,7 @@ LEGEND = """\
 Milliseconds per training step, including batches and their random draws. Medians of interleaved rounds; in
 brackets the 10th and 90th percentile, the CPU time of all threads, and page faults. Ratios are of CPU time,
 medians over the rounds. The first two ways clip the gradients of blocks and rows by one norm; the others clip
-those of the blocks only, because fused updates and torch's sparse gradients allow no more.
+those of the blocks only, because torch's sparse gradients allow no more.
 """
 CHECKED_STEPS, WARM_UP = 3, 2
 """Steps whose losses are compared, and turns before those that are measured."""
@@ -122,12 +120,12 @@ def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
     dense = list(experiment.recipe.optimizers(way.blocks, config).values())
     for optimizer in dense if config.train.average else ():
         keep_average(optimizer, config.train.average)
-    optimizers = [*dense, *way.rows]
+    optimizers = [*dense, way.rows]
     clipped = optimizers if way.one_norm else dense
     parameters = [p for one in clipped for group in one.param_groups for p in group["params"]]
     clip = clip_grad_norm_ if way.one_norm else nn.utils.clip_grad_norm_
     torch.manual_seed(config.train.seed)
-    # Other libraries' blocks have no HostEmbedding, so the pipeline passes their batches through.
+    # Plain PyTorch has no HostEmbedding, so the pipeline passes its batches through.
     with RowPipeline(way.blocks) as pipeline:
         for batch in pipeline.prefetch(_batches(experiment)):
             for optimizer in optimizers:
@@ -145,12 +143,11 @@ def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
 @dataclass(frozen=True)
 class Case:
     """A race on one recipe. options: values that differ from the defaults. ways: besides the recipe's loop
-    and the own loop. steps: of a turn. tokens: of a step, for the tokens per CPU second; 0: not shown."""
+    and the own loop. steps: of a turn."""
 
     options: list[str]
     ways: Mapping[str, Make]
     steps: int
-    tokens: int = 0
 
 
 def cases(clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int]) -> dict[str, Case]:
@@ -167,7 +164,6 @@ def cases(clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int
             [f"recipe={recipe}", f"train.batch_size={size}", *every, *options],
             ways,
             max(1, samples // size),
-            TOKENS * size if recipe == "text" else 0,
         )
         for recipe, name, options, ways, sizes, samples in kinds
         for size in sizes
@@ -178,14 +174,12 @@ def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
     """Check that all ways have equal losses, race them, and return their timings. Raises RuntimeError when
     losses differ."""
     ways = {OWN: own, **case.ways}
-    missing = [name for name in ways if name in LIBRARIES and not find_spec(LIBRARIES[name])]
-    installed = {name: make for name, make in ways.items() if name not in missing}
     experiment = prepare_data(load_config(None, case.options), settings)
     alike = [*case.options, "table.optimizer=sgd", "train.clip_norm=0"]
     # Not every recipe has dropout.
     alike += ["model.dropout=0"] * hasattr(experiment.config.model, "dropout")
-    _check(prepare_data(load_config(None, alike), settings), installed)
-    loops = {name: _loop(experiment, make) for name, make in installed.items()}
+    _check(prepare_data(load_config(None, alike), settings), ways)
+    loops = {name: _loop(experiment, make) for name, make in ways.items()}
     in_an_epoch = num_batches(experiment.data.dataset("train"), experiment.config.train.batch_size)
     steps = min(case.steps, in_an_epoch)  # a turn must fit into an epoch, see `Turns.step`
     turns = _trained(experiment, loops, steps, WARM_UP + rounds)
@@ -196,13 +190,7 @@ def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
         f"{name} / {OWN}": statistics.median(one[1] / cpu_s for one, cpu_s in zip(taken, mine, strict=True))
         for name, taken in found.items()
     }
-    speeds = {name: 1e3 * case.tokens / one.cpu_ms for name, one in timings.items() if case.tokens}
-    return {
-        **timings,
-        **dict.fromkeys(missing, "not installed"),
-        "ratios": ratios,
-        **({"tokens a CPU second": speeds} if speeds else {}),
-    }
+    return {**timings, "ratios": ratios}
 
 
 def _check(experiment: Experiment, ways: Mapping[str, Make]) -> None:
@@ -210,7 +198,7 @@ def _check(experiment: Experiment, ways: Mapping[str, Make]) -> None:
     for name, make in ways.items():
         loop = _loop(experiment, make)
         losses = [float(next(loop)) for _ in wanted]
-        # Other libraries add up in another order; the own loop calls the same code as the recipe's.
+        # Plain PyTorch adds up in another order; the own loop calls the same code as the recipe's.
         if not torch.allclose(
             torch.tensor(losses), torch.tensor(wanted), rtol=0 if make is own else 1e-4, atol=0
         ):

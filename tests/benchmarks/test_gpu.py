@@ -43,4 +43,4 @@ def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(tmp_pat
         ratio = measured["step_ms"]["off"] / measured["step_ms"]["exact"]
         assert measured["ratios"]["off / exact"] == ratio
     assert found["stages"]["kernels"]["result"]["cpu"]
-    assert found["stages"]["memory"]["result"].keys() == {"without", "off", "exact"}
+    assert found["stages"]["memory"]["result"].keys() > {"without", "off", "exact"}

@@ -16,7 +16,7 @@ def test_all_ways_are_measured_and_named() -> None:
     clicks = results["DLRM, 26 columns, batch 200"]
     assert list(clicks)[:2] == [RECIPE, OWN]
     assert {*ways.CLICKS} < clicks.keys()
-    assert results["text, batch 16"]["tokens a CPU second"].keys() == {RECIPE, OWN, *ways.TEXTS}
+    assert {RECIPE, OWN, *ways.TEXTS} < results["text, batch 16"].keys()
     assert all(results[name] for name in ("processor", "cores", "torch"))
     assert "faults)" in text(results)
     json.dumps(plain(results))
@@ -32,7 +32,7 @@ def test_a_way_with_other_losses_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             found = way.losses(batch)
             return {**found, "weight": found["weight"] * 1.01}
 
-        return ways.Way(losses, way.blocks)
+        return ways.Way(losses, way.blocks, way.rows)
 
     monkeypatch.setitem(ways.TEXTS, name, other)
     with pytest.raises(RuntimeError, match=rf"^{name}: the losses are .* the recipe's loop has"):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from benchmarks.embedding import run, text
-from benchmarks.pipelines import pipeline_costs
 from benchmarks.racing import plain
 from dphybrid.embedding import (
     HostEmbedding,
@@ -126,24 +125,12 @@ def test_ids_of_some_tables_are_shifted() -> None:
 def test_the_benchmark_runs() -> None:
     told: list[str] = []
     results = run((1,), rounds=1, scale=0.01, log=told.append)
-    assert [told[0], len(told)] == ["1 thread", 6]
+    assert len(told) == 5
     shown = text(results)
     assert shown.startswith("Milliseconds per step")
     assert "SparseAdam / dphybrid adam" in shown
     assert "faults)" in shown
-    assert "modules, a call each / one flat table" in shown
     json.dumps(plain(results))
-
-
-def test_the_overlap_is_of_parts_that_were_measured_alone() -> None:
-    found = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=2, hidden=8, on_cpu=True)
-    alone = {name: value for name, value in found.items() if name.endswith(", alone ms")}
-    assert len(alone) == 6
-    assert found["all parts / exact"] == pytest.approx(sum(alone.values()) / found["exact ms"])
-    assert found["longest part / exact"] == pytest.approx(max(alone.values()) / found["exact ms"])
-    assert found["prepared_ratio"] == 1
-    without = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=1, hidden=8)
-    assert not [name for name in without if "alone" in name or "part" in name]
 
 
 @pytest.mark.parametrize("filled", [False, True])
