@@ -1,7 +1,6 @@
 """Recipe kge: knowledge-graph embeddings, which complete triples (head, relation, tail)."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -20,8 +19,15 @@ class KgeDataConfig(DelimitedFiles):
     required: ClassVar[frozenset[str]] = frozenset({"path"})
 
     path: str | None = None
-    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
-    relation, tail, separated by tabs, commas or blanks. Also Parquet, Arrow, JSON lines and packed files."""
+    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file. Delimited text,
+    Parquet, Arrow or JSON lines with three named columns, or text without a header, whose columns are head,
+    relation and tail."""
+    head: str = "head"
+    """Column with the head of a triple, in files with a header."""
+    relation: str = "relation"
+    """Column with the relation."""
+    tail: str = "tail"
+    """Column with the tail."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
     """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
     step reads and updates the whole table."""
@@ -30,6 +36,11 @@ class KgeDataConfig(DelimitedFiles):
     test_path: str | None = None
     """File with test triples, instead of test.txt in the folder: the best checkpoint ranks them once, at the
     end."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the three columns."""
+        return [self.head, self.relation, self.tail]
 
 
 class KgeModelConfig(ModelConfig):
@@ -44,15 +55,11 @@ class KgeModelConfig(ModelConfig):
     the training triples per entity: with fewer triples an entity overfits sooner and needs more of it."""
 
 
-_SUFFIXES = (
+SUFFIXES = (
     *(text + packed for text in (".txt", ".tsv", ".csv", "", ".jsonl") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather"),
 )
-
-
-def files_of(folder: Path, part: str) -> list[Path]:
-    """Return the files of a folder that may be the split `part`, such as train.txt, train.tsv, ..."""
-    return [file for suffix in _SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
+"""Endings of a folder's files train, valid and test."""
 
 
 class Kge(Recipe):
