@@ -11,6 +11,7 @@ from dphybrid.embedding import clip_grad_norm_
 from examples.trainers.clicks import MAX_NORM, NUM_EPOCHS, Clicks, make_loader, make_model, make_optimizer
 
 
+# [start:loop]
 def main(
     resume: str | None = None, save: str | None = None, epochs: int = NUM_EPOCHS, **options: Any
 ) -> tuple[list[float], Clicks]:
@@ -40,6 +41,9 @@ def main(
         accelerator.save_state(save)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses, model
+
+
+# [end:loop]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dphybrid.embedding import clip_grad_norm_
 from examples.trainers.clicks import MAX_NORM, NUM_EPOCHS, make_loader, make_model, make_optimizer
 
 
+# [start:module]
 class LitClicks(lightning.LightningModule):
     """The model, its training step and its optimizer."""
 
@@ -32,6 +33,9 @@ class LitClicks(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer, schedule = make_optimizer(self.model)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+# [end:module]
 
 
 def main(

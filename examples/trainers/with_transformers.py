@@ -12,6 +12,7 @@ from dphybrid.embedding import clip_rows_too
 from examples.trainers.clicks import BATCH_SIZE, MAX_NORM, NUM_EPOCHS, Samples, make_model, make_optimizer
 
 
+# [start:trainer]
 def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer:
     """Return a Trainer that writes to `folder`. optimizers: optimizer and schedule; None: those of
     `make_optimizer`. options: of the TrainingArguments."""
@@ -35,6 +36,9 @@ def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer
     )
     clip_rows_too(trainer)
     return trainer
+
+
+# [end:trainer]
 
 
 def losses_of(trainer: Trainer) -> list[float]:

@@ -1,5 +1,5 @@
 """Nothing grows without end where a model is retrained each hour: processes, files, bytes and rows of MLflow
-are the same after half of the retrainings and after all, with the clean-up that docs/retrain.md describes."""
+are the same after half of the retrainings and after all, with docs/workstation.md's clean-up."""
 
 import os
 import sqlite3

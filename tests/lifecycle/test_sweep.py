@@ -138,7 +138,7 @@ def test_a_sweep_that_was_killed_goes_on_even_after_half_a_line(sweeps: Sweeps, 
     assert len(set(sweeps.trained)) == 6
     assert len(sweeps.trained) == 7
     assert failures(results) == {}
-    study = optuna.load_study(study_name="s", storage=storage)  # as docs/sweeps.md says
+    study = optuna.load_study(study_name="s", storage=storage)  # as docs/look.md says
     assert study.best_value == pytest.approx(0.99)
 
 
