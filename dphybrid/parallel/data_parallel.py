@@ -53,7 +53,7 @@ class DataParallel(nn.DataParallel):
 
     Batches are split as by torch.chunk, so a short batch uses fewer devices.
 
-    docs/differences.md lists all differences from torch.nn.DataParallel and their reasons. The main ones:
+    docs/data-parallel.md lists all differences from torch.nn.DataParallel. The main ones:
     devices may be virtual; inputs and outputs that cannot be split or joined raise an error that names them;
     a parameter that no replica used gets no gradient; scatter and gather cannot be overridden. As in torch,
     state-dict keys begin with `module.`, BatchNorm normalises each share by itself, and only replica 0's

@@ -83,35 +83,21 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
     "is a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
-    "has parameters on another device": moved_after_wrapping,
     "is or contains a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
     "is of a subclass that overrides `scatter` or `gather`": lambda: type(
         "Own", (DataParallel,), {"scatter": lambda *_: None}
     )(nn.Linear(3, 3), TWO),
     "tensors with different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
     "a nested (jagged) tensor": lambda: takes(nested()),
-    "a CSR tensor": lambda: takes(torch.eye(4).to_sparse_csr()),
-    "a COO tensor that requires a gradient": lambda: takes(torch.eye(4).to_sparse().requires_grad_()),
     "a PackedSequence": lambda: takes(PACKED),
     "a generator": lambda: takes(row for row in X),
     "a numpy array": lambda: takes(X.numpy()),
     "an object or a set that contains tensors": lambda: takes(Carrier(X)),
-    "an array of numbers, or a frame of pandas or polars": lambda: takes(X, array("d", [1.0] * 8)),
     "a subclass of list, dict or tuple that torch's pytree does not know": lambda: takes(Batch(X)),
-    "`parts` with other sizes than the split": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
-    "`parts` for one device": lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])),
-    "`parallel_apply` with different numbers of replicas, inputs and devices": lambda: parallel_apply(
-        [nn.Identity()] * 2, [X]
-    ),
     "one number from each replica": lambda: computes(torch.sum),
     "numbers, texts, sets": lambda: gives({"n": 1.0}, {"n": 2.0}),
     "outputs: a PackedSequence": lambda: gives(PACKED, PACKED),
-    "a nested or compressed tensor": lambda: gather([nested(), nested()], "cpu"),
     "different types": lambda: gives(X, None),
-    "lists of different lengths, dicts with different keys": lambda: gives([X, X, X], [X, X]),
-    "different sizes on other dims than the batch": lambda: gather(
-        [torch.ones(3, 3), torch.ones(2, 2)], "cpu"
-    ),
     "rows that are not the share's": lambda: computes(lambda x: x.new_ones(2, len(x), 5)),
 }
 
@@ -119,12 +105,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def listed() -> dict[str, list[str]]:
     """What the page lists, with the words that it quotes; PackedSequence is in two of its tables."""
     page = (
-        (REPOSITORY / "docs/differences.md")
+        (REPOSITORY / "docs/data-parallel.md")
         .read_text(encoding="utf-8")
         .partition("## What DataParallel refuses")[2]
     )
     rows: dict[str, list[str]] = {}
-    for what, words, _ in re.findall(r"^\| (.+?) \| (.+?) \|(.*)\|$", page, flags=re.MULTILINE):
+    for what, words in re.findall(r"^\| (.+?) \| (.+?) \|$", page, flags=re.MULTILINE):
         if "`" in words:
             rows[f"outputs: {what}" if what in rows else what] = re.findall(r"`([^`]+)`", words)
     return rows
@@ -143,6 +129,28 @@ def test_it_is_refused_as_the_page_says(what: str) -> None:
 
 
 FURTHER: list[tuple[Callable[[], object], str]] = [
+    (lambda: gives([X, X, X], [X, X]), "replicas returned different containers"),
+    (lambda: takes(X, array("d", [1.0] * 8)), "a array is not split"),
+    (
+        lambda: gather([nested(), nested()], "cpu"),
+        "a nested, CSR or other compressed tensor cannot be joined",
+    ),
+    (
+        lambda: gather([torch.ones(3, 3), torch.ones(2, 2)], "cpu"),
+        "shapes (3, 3), (2, 2) cannot be joined on dim 0",
+    ),
+    (lambda: takes(torch.eye(4).to_sparse_csr()), "input 0: a sparse_csr tensor cannot be split"),
+    (
+        lambda: takes(torch.eye(4).to_sparse().requires_grad_()),
+        "that requires grad cannot be split (torch has no backward for it)",
+    ),
+    (moved_after_wrapping, "weight of the module is on meta, and parameters live on cpu"),
+    (lambda: parallel_apply([nn.Identity()] * 2, [X]), "2 replicas, 1 inputs, kwargs: none"),
+    (
+        lambda: takes(parts([torch.ones(1), torch.ones(5)])),
+        "parts of [1, 5] rows in a batch that is split into [3, 3]",
+    ),
+    (lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])), "2 parts for a region with one device"),
     (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
     (lambda: wraps(devices=""), "devices='': cannot read ''"),
     (lambda: wraps(devices=63), "cuda:63 does not exist"),
