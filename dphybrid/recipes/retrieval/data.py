@@ -56,12 +56,10 @@ def to_find(pairs_N2: Array, seen: tuple[Array, Array], num_users: int) -> tuple
     return _by_user(pairs_N2[~np.isin(pairs_N2[:, 0] * width + pairs_N2[:, 1], seen_N)], num_users)
 
 
-def _in_order(pairs_N2: Array, times_N: Array | None) -> tuple[Array, Array]:
-    """Return each user's items, in the order of their times or of the rows, as (starts, items) for
-    `lists_of`. Every user has a pair."""
-    order_N = np.argsort(pairs_N2[:, 0], kind="stable")
-    if times_N is not None:
-        order_N = np.lexsort((times_N, pairs_N2[:, 0]))
+def _in_order(pairs_N2: Array, times_N: Array) -> tuple[Array, Array]:
+    """Return each user's items in the order of their times, those of one time in the order of the rows, as
+    (starts, items) for `lists_of`. Every user has a pair."""
+    order_N = np.lexsort((times_N, pairs_N2[:, 0]))
     counts_U = np.bincount(pairs_N2[:, 0])
     return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[order_N, 1])
 
@@ -150,12 +148,6 @@ class _InteractionSource:
             rejected += odd
         return self._content(rows, tested, rejected, notes, forms)
 
-    @property
-    def _named(self) -> list[str]:
-        """The columns that the user names, by which a header is known."""
-        fields = type(self.data).model_fields
-        return [name for field, name in self.data.named_columns if name != fields[field].default]
-
     def _content(
         self,
         rows: pl.DataFrame,
@@ -166,35 +158,22 @@ class _InteractionSource:
     ) -> Content:
         """Return what is prepared from rows. tested: those of data.test_path. forms: of the columns."""
         d = self.data
-        times_N = None
+        times_N = np.zeros(len(rows))
         if d.time is not None:
             dates = "" if d.dateformat else forms[d.time].dates
             times_N = in_time(rows[d.time], f"data.time={d.time!r}", dates)
         held_N = self._held_out(rows[d.user], times_N)
-        train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
-        if times_N is not None:
-            train = train[np.argsort(times_N[~held_N], kind="stable")]
+        train = rows.filter(~held_N)[np.argsort(times_N[~held_N], kind="stable")]
         users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
         pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
-        train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
+        train_N2, valid_N2, met_N = pairs_N2[~held_N], pairs_N2[held_N], (pairs_N2 >= 0).all(1)
         if np.bincount(train_N2[:, 0]).max() < 2:
             raise UserError(
                 f"data.path={d.path}: no user has two training rows, so there is no history to learn from; "
                 "give more rows for each user"
             )
-        seen_starts, seen_items = _by_user(train_N2 if d.exclude_seen else train_N2[:0], len(users))
-        history_starts, history_items = _in_order(train_N2, times_N if times_N is None else times_N[~held_N])
-        # Only known users and items have vectors, and the ranking leaves out what a user met in training.
-        held_starts, held_items = to_find(valid_N2, (seen_starts, seen_items), len(users))
-        held_users = np.flatnonzero(np.diff(held_starts))
-        if not len(held_users):
-            raise UserError(
-                f"data.path={d.path}: none of the {len(valid_N2):,} validation rows pairs a known user with "
-                "a known item that is new to this user, so there is nothing to find; give more rows, or "
-                "another data.valid_fraction"
-            )
-        counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
+        of_valid = self._to_find(train_N2, times_N[~held_N], valid_N2, len(users), "validation rows")
         split = {
             "random": "at random by train.seed",
             "time": f"the latest by {d.time}",
@@ -207,19 +186,21 @@ class _InteractionSource:
             f"{counted(len(users), 'user')} and {counted(len(items), 'item')} in training",
             *(f"  reading: {note}" for note in notes),
             f"  {counted(len(train_N2), 'row')} to train, {len(valid_N2):,} to validate ({split}): "
-            f"{counted(len(held_users), 'user')} with {counted(len(held_items), 'item')} to find",
+            f"{counted(len(of_valid['users']), 'user')} with "
+            f"{counted(len(of_valid['held_items']), 'item')} to find",
             f"  not evaluated: {counted(unknown_N2[:, 0].sum(), 'row')} of unseen users, "
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
-            f"{known - len(held_items):,} of repeated pairs",
+            f"{known - len(of_valid['held_items']):,} of repeated pairs",
         ]
         test: dict[str, Array] = {}
         if tested is not None:
+            # What was met before is in all rows of data.path.
             test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
-            test = self._test(pairs_N2, times_N, test_N2, len(users))
+            test = self._to_find(pairs_N2[met_N], times_N[met_N], test_N2, len(users), "test rows")
             lines.append(
                 f"  test: {counted(len(test_N2), 'row')} of {d.test_path}: "
-                f"{counted(len(test['test_users']), 'user')} with "
-                f"{counted(len(test['test_held_items']), 'item')} to find"
+                f"{counted(len(test['users']), 'user')} with "
+                f"{counted(len(test['held_items']), 'item')} to find"
             )
         if not d.exclude_seen:
             lines.append("  items that a user has met may be recommended again (data.exclude_seen=false)")
@@ -231,59 +212,53 @@ class _InteractionSource:
             "num_users": len(users),
             "forms": {name: form.model_dump(mode="json") for name, form in forms.items()},
         }
+        counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
         arrays = {
             "train_pairs": train_N2,
-            "valid_users": held_users,
+            "valid_users": of_valid.pop("users"),
             "users_UF": users.ids_RF,
             "items_VF": items.ids_RF,
             # The last row is the padding of histories: an id behind the last one of each column.
             "inputs_PF": np.vstack([items.ids_RF, list(items.num_ids.values())]).astype(np.int32),
-            "history_starts": history_starts,
-            "history_items": history_items,
             # No logarithm of 0: every numbered item has training rows.
             "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
-            "seen_starts": seen_starts,
-            "seen_items": seen_items,
-            "held_starts": held_starts,
-            "held_items": held_items,
-            **test,
+            **of_valid,
+            **{f"test_{name}": array for name, array in test.items()},
         }
 
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
             # Recommendations leave out all items that a user has met, those of the validation split, too.
-            met_N = (pairs_N2 >= 0).all(1)
             lists = _lists(*_by_user(pairs_N2[met_N], len(users)))
             if not d.exclude_seen:
                 lists = lists.list.head(0)
-            ordered = _lists(*_in_order(pairs_N2[met_N], times_N if times_N is None else times_N[met_N]))
+            ordered = _lists(*_in_order(pairs_N2[met_N], times_N[met_N]))
             users.save(folder / "encoder" / "users.parquet", seen=lists, history=ordered)
             items.save(folder / "encoder" / "items.parquet")
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
-    def _test(
-        self, pairs_N2: Array, times_N: Array | None, test_N2: Array, num_users: int
+    def _to_find(
+        self, before_N2: Array, times_N: Array, pairs_N2: Array, num_users: int, what: str
     ) -> dict[str, Array]:
-        """Return the arrays of the test part: users, items to find, and what was met before, which is in all
-        rows of data.path. Raises UserError if there is nothing to find."""
-        met_N = (pairs_N2 >= 0).all(1)
-        before_N2 = pairs_N2[met_N]
+        """Return the arrays of a part: the users with items to find in `pairs_N2`, these items, and what was
+        met before. what: for the message. Raises UserError if there is nothing to find."""
+        # Only known users and items have vectors, and the ranking leaves out what a user met before.
         seen = _by_user(before_N2 if self.data.exclude_seen else before_N2[:0], num_users)
-        held_starts, held_items = to_find(test_N2, seen, num_users)
-        lists = {
-            "held": (held_starts, held_items),
-            "seen": seen,
-            "history": _in_order(before_N2, times_N if times_N is None else times_N[met_N]),
-        }
-        if not len(held_items):
+        held = to_find(pairs_N2, seen, num_users)
+        if not len(held[1]):
             raise UserError(
-                f"data.test_path={self.data.test_path}: none of its {len(test_N2):,} rows pairs a known user "
-                "with a known item that is new to this user, so there is nothing to find"
+                f"data.path={self.data.path}: none of the {len(pairs_N2):,} {what} pairs a known user with "
+                "a known item that is new to this user, so there is nothing to find; give more rows, or "
+                "other ones"
             )
-        arrays = {"test_users": np.flatnonzero(np.diff(held_starts))}
-        for name, (starts, items) in lists.items():
-            arrays |= {f"test_{name}_starts": starts, f"test_{name}_items": items}
+        arrays = {"users": np.flatnonzero(np.diff(held[0]))}
+        for name, (starts, items) in (
+            ("history", _in_order(before_N2, times_N)),
+            ("seen", seen),
+            ("held", held),
+        ):
+            arrays |= {f"{name}_starts": starts, f"{name}_items": items}
         return arrays
 
     def _rows(
@@ -299,7 +274,7 @@ class _InteractionSource:
         was inferred about how the files are written."""
         d = self.data
         names = list(dict.fromkeys(name for _, name in d.named_columns))
-        rows = read_rows(files, d, scratch, self._named, on_progress=progress)
+        rows = read_rows(files, d, scratch, names, on_progress=progress)
         columns = rows.names
         if missing := [name for name in names if name not in columns]:
             raise UserError(
@@ -335,7 +310,7 @@ class _InteractionSource:
             raise UserError(f"data.path={d.path}: has {found} with a user and an item; give 2 or more")
         return frame, rejected
 
-    def _held_out(self, users: pl.Series, times_N: Array | None) -> Array:
+    def _held_out(self, users: pl.Series, times_N: Array) -> Array:
         """Return held_N, which rows are held out: the latest ones, each user's last one, or random ones."""
         num_rows, split = len(users), self.data.chosen_split
         wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
@@ -344,7 +319,6 @@ class _InteractionSource:
             held_N = np.zeros(num_rows, bool)
             held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
             return held_N
-        assert times_N is not None
         if split == "last":
             rows = pl.DataFrame({"user": users, "time": times_N, "row": np.arange(num_rows)})
             # Of rows of one time the file's last one. Users with one row keep it for training.

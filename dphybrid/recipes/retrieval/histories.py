@@ -47,8 +47,7 @@ def longest_of(options: RetrievalModelConfig) -> int:
 
 
 def is_sampled(options: RetrievalModelConfig, num_items: int) -> bool:
-    """Return whether the softmax is over a sample of the items. auto: a model that was trained before there
-    was a choice."""
+    """Return whether the softmax is over a sample of the items."""
     return (softmax_for(num_items) if options.softmax == "auto" else options.softmax) == "sampled"
 
 
@@ -189,7 +188,7 @@ class HistoryModel(nn.Module):
         items: Output vectors of candidates with the bias in the last column; None where the region has an
             output layer.
         depth: Length of the longest list that is evaluated.
-        sizes: Kind and sizes of the network.
+        longest: How many of a user's latest items are read.
     """
 
     whole = ("candidates_CF", "weight_C")
@@ -201,13 +200,13 @@ class HistoryModel(nn.Module):
         items: HostEmbeddingCollection | None,
         region: DataParallel,
         depth: int,
-        sizes: dict[str, Any],
+        longest: int,
     ) -> None:
         super().__init__()
         self.inputs, self.users, self.items, self.region = inputs, users, items, region
         # Each device sums the rows of its share of the candidates; the home device gets all of them.
         self.outputs = None if items is None else DataParallel(_Sum(), region.devices)
-        self.depth, self.sizes, self.longest = depth, sizes, int(sizes["longest"])
+        self.depth, self.longest = depth, longest
         self._catalog_VE: Tensor | None = None
 
     def train(self, mode: bool = True) -> "HistoryModel":
@@ -252,19 +251,15 @@ class HistoryModel(nn.Module):
         """Return catalog_VE, the vectors of all items with their biases in the last column, on the CPU. They
         are kept until `train` or `eval` is called."""
         # A local name: another thread may call `eval` meanwhile.
-        found_VE = self._catalog_VE
-        if found_VE is None:
-            output = self.region.module.output
-            if output is None:
-                with torch.no_grad():
-                    blocks = catalog_VF.split(2**14)
-                    parts = [self._candidates(block).cpu().float() for block in blocks]
-                found_VE = torch.cat(parts)
-            else:
-                both_VE = torch.cat([output.weight, output.bias.unsqueeze(1)], 1)
-                found_VE = both_VE.detach().cpu().float()
-            self._catalog_VE = found_VE
-        return found_VE
+        vectors_VE, output = self._catalog_VE, self.region.module.output
+        if vectors_VE is None:
+            with torch.no_grad():
+                if output is None:
+                    parts = [self._candidates(block).cpu() for block in catalog_VF.split(2**14)]
+                else:
+                    parts = [torch.cat([output.weight, output.bias.unsqueeze(1)], 1).cpu()]
+            vectors_VE = self._catalog_VE = torch.cat(parts).float()
+        return vectors_VE
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         histories_and_features = batch["history_BLF"], batch["lengths_B"], batch["features_BG"]
@@ -295,14 +290,7 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
             with_padding, o.dim, padding=sizes, std=0.05, name=name, make=context.table
         )
 
-    num_items = next(iter(item_ids.values()))
-    sizes: dict[str, Any] = {
-        "dim": o.dim,
-        "layers": o.layers,
-        "heads": o.heads,
-        "longest": longest_of(o),
-        "dropout": o.dropout,
-    }
+    num_items, longest = next(iter(item_ids.values())), longest_of(o)
     output = items = None
     if is_sampled(o, num_items):
         items = HostEmbeddingCollection(item_ids, o.dim + 1, std=0.05, name="items", make=context.table)
@@ -311,10 +299,9 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
         nn.init.normal_(output.weight, std=0.05)
         nn.init.zeros_(output.bias)
     users = padded(features, "users") if features else None
-    network = NETWORKS[o.kind](Sizes(**sizes, drop=nn.Dropout))
+    network = NETWORKS[o.kind](Sizes(o.dim, o.layers, o.heads, longest, o.dropout))
     region = DataParallel(_Region(network, output), context.devices)
-    given = padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"])
-    return HistoryModel(*given, {"kind": o.kind, **sizes})
+    return HistoryModel(padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"]), longest)
 
 
 def optimizers(model: nn.Module, config: ExperimentConfig) -> Mapping[str, torch.optim.Optimizer]:

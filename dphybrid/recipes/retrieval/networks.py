@@ -11,7 +11,6 @@ which predicts the next one, or one vector of a part of the history, which gives
 Letters: B users, L items of a history (padded at the end), D width of a row and of a vector.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ class Sizes:
     Attributes:
         dim: Width of a row and of a vector.
         longest: The most items of a history.
-        drop: Makes a dropout layer of a share.
     """
 
     dim: int
@@ -34,7 +32,6 @@ class Sizes:
     heads: int
     longest: int
     dropout: float
-    drop: Callable[[float], nn.Module] = nn.Dropout
 
 
 class Bag(nn.Module):
@@ -60,10 +57,10 @@ class Transformer(nn.Module):
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         self.positions_LD = nn.Parameter(torch.randn(s.longest, s.dim) * 0.02)
-        self.enter = s.drop(s.dropout)
+        self.enter = nn.Dropout(s.dropout)
         # No dropout of attention shares: torch draws it inside of its kernel, differently on each device.
         layer = nn.TransformerEncoderLayer(s.dim, s.heads, 4 * s.dim, 0.0, batch_first=True, norm_first=True)
-        layer.dropout, layer.dropout1, layer.dropout2 = (s.drop(s.dropout) for _ in range(3))  # type: ignore[assignment]
+        layer.dropout, layer.dropout1, layer.dropout2 = (nn.Dropout(s.dropout) for _ in range(3))
         self.network = nn.TransformerEncoder(layer, s.layers, nn.LayerNorm(s.dim), enable_nested_tensor=False)
 
     def forward(self, rows_BLD: Tensor) -> Tensor:

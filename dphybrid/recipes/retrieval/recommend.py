@@ -2,16 +2,18 @@
 the user has met in the training or the validation split; also to people who were not in training, by the
 items that they have met.
 
-The search is exact, not approximate. It goes block by block over users and items, so memory holds only the
-items' vectors and one block of scores. Letters: B users, S items that a user has met, K places of a list, V
-items, E width of a vector, N users and places, flat.
+One function, `Recommender._lists`, makes lists of users and of what they have met; names, frames, files and
+later events become such people. The search is exact, not approximate. It goes block by block over users and
+items, so memory holds only the items' vectors and one block of scores. Letters: B users, S items that a user
+has met, K places of a list, V items, E width of a vector, F id columns, G features of a user, N users and
+places, flat.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -22,7 +24,7 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread
-from dphybrid.data.table.files import Rejected, find_files, read_rows
+from dphybrid.data.table.files import find_files, read_rows
 from dphybrid.data.table.frames import Written, as_frame, of_objects, rows_of, table_target, write_frames
 from dphybrid.data.table.values import Form, as_names, in_time, typed
 from dphybrid.embedding import rank_rows
@@ -41,7 +43,8 @@ _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.
 
 @dataclass
 class _Recommended(Written):
-    """Result of `predict_file`. num_rows: users; unknown: how many of them training does not have."""
+    """Result of `predict_file`. num_rows: users; unknown: how many of them have no item that training knows,
+    and no training row."""
 
     top: int = 10
     unknown: int = 0
@@ -62,43 +65,40 @@ class Recommender:
                 f"{checkpoint}: model.factory made {type_text(model)}, which cannot recommend; "
                 "dphybrid.load_model gives the module"
             )
+        assert isinstance(config.data, RetrievalDataConfig)
         self.checkpoint, self.batch_size = checkpoint, batch_size
+        self._config, self._data, self._model = config, config.data, model.eval()
         with misread(checkpoint / "encoder"):
-            self._read(config, model)
+            self._read(model)
 
-    def _read(self, config: ExperimentConfig, model: HistoryModel) -> None:
+    def _read(self, model: HistoryModel) -> None:
         """Read the names and features of users and items from the checkpoint."""
         users, items = (
             pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
             for name in ("users", "items")
         )
-        for column in {"seen", "history"}.intersection(users.columns):
-            met = users[column].explode().drop_nulls()
-            if not met.is_between(0, len(items) - 1).all():
-                raise ValueError(f"column {column} of users.parquet has items that items.parquet lacks")
+        forms = read_state(self.checkpoint).info["forms"]
+        self._forms = {name: Form(**form) for name, form in forms.items()}
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
-        assert isinstance(config.data, RetrievalDataConfig)
-        self._config, self._model = config, model.eval()
-        info = read_state(self.checkpoint).info
-        self._user, self._item = config.data.user, config.data.item
-        self._reading, self._time = config.data, config.data.time
-        columns = [self._user, self._item, *([self._time] if self._time else [])]
-        self._forms = {name: Form(**info["forms"][name]) for name in columns}
-        self._no_value = self._reading.no_value
-        self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
+        self._users = users["name"]
+        self._numbers = {name: number for number, name in enumerate(self._users)}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
-        self._catalog_VF, self._users_UF = _ids(items), _ids(users)
-        self._excludes_seen = config.data.exclude_seen
-        self._items_VE: torch.Tensor | None = None
-        self._seen = _Lists.of(users["seen"])
-        self._history = _Lists.of(users["history"])
-        padding_F = [count - 1 for count in model.inputs.num_rows.values()]
-        self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
-        # A last row for users whom training does not know, whose number is -1.
+        # The last of these lists and features is that of all users whom training does not know.
+        self._seen, self._history = (
+            pl.concat([users[name], pl.Series([[]], dtype=users[name].dtype)]).cast(pl.List(pl.Int64))
+            for name in ("seen", "history")
+        )
+        for name, lists in (("seen", self._seen), ("history", self._history)):
+            if not lists.explode().drop_nulls().is_between(0, len(items) - 1).all():
+                raise ValueError(f"column {name} of users.parquet has items that items.parquet lacks")
         features = model.users.num_rows.values() if model.users else ()
         unknown_G = torch.tensor([[count - 1 for count in features]], dtype=torch.int64)
+        self._catalog_VF, self._users_UF = _ids(items), _ids(users)
         self._features_RG = torch.cat([self._users_UF[:, 1:], unknown_G])
+        padding_F = [count - 1 for count in model.inputs.num_rows.values()]
+        self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
+        self._items_VE: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return (
@@ -118,16 +118,16 @@ class Recommender:
         if k < 1:
             raise UserError(f"k={k}: give 1 or more items per user")
         if users is None:
-            users = self._users["name"] if history is None else [""]
+            users = self._users if history is None else [""]
         elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
             users = [users]
-        people = self._people(self._names(users, self._user).fill_null(""))
+        people = self._people(self._names(users, self._data.user).fill_null(""))
         if history is not None:
-            people = replace(people, new=self._given_histories(len(people.names), history))
-        return self._table(people, k)
+            people = people.with_columns(new=self._given_histories(len(people), history))
+        return self._whole(people, k)
 
-    def _given_histories(self, num_users: int, history: Any) -> "_Lists":
-        """Return the known items of each of `num_users` users."""
+    def _given_histories(self, num_users: int, history: Any) -> pl.Series:
+        """Return the numbers of the known items of each of `num_users` users."""
         lists = [
             list(items) if isinstance(items, Iterable) and not isinstance(items, str) else items
             for items in history
@@ -138,71 +138,59 @@ class Recommender:
             raise UserError(
                 f"history: has {counted(len(lists), 'list')} for {counted(num_users, 'user')}; give one each"
             )
-        numbers = [
-            [self._item_numbers.get(name, -1) for name in self._names(items, self._item)] for items in lists
-        ]
-        return _Lists.of(pl.Series(numbers, dtype=pl.List(pl.Int64))).known
+        found = [self._item_ids(self._names(items, self._data.item)) for items in lists]
+        return pl.Series([ids[ids >= 0].tolist() for ids in found], dtype=pl.List(pl.Int64))
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
         users must have the same name as in training. If the table has the column of items, too, its rows are
         events, in the order of data.time's column or else of the rows: those that training lacks
         are added to what the model knows of a user. Raises UserError if the column of users is missing."""
-        frame = as_frame(rows, "the rows").lazy().collect()
-        if self._user not in frame.columns:
-            raise UserError(f"the rows have no column {self._user!r} with users; add it")
-        if self._item in frame.columns:
-            return self._table(self._from_events(self._events(frame)), 10)
-        return self.recommend(frame[self._user].drop_nulls())
+        return self._whole(self._from_events(self._events(as_frame(rows, "the rows").lazy().collect())), 10)
 
     def _events(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Return the rows that have a user: its name, the item's number (-1: none that training knows), and
-        the time as a number (None: unknown)."""
-        known = self._names(rows[self._user], self._user)
-        numbers = np.full(len(rows), -1)
-        times = pl.Series([None] * len(rows), dtype=pl.Float64)
-        if self._item in rows.columns:
-            names = self._names(rows[self._item], self._item)
-            numbers = np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
-            if self._time in rows.columns:
-                values = typed(rows[self._time], self._forms[self._time], self._no_value)
-                if values.count():
-                    times = pl.Series(in_time(values, f"data.time={self._time!r}"))
-        found = pl.DataFrame({"user": known, "item": numbers, "time": times}).drop_nulls("user")
-        return found if self._item in rows.columns else found.unique("user", maintain_order=True)
+        """Return the rows that have a user: its name, and the item's number (-1: none that training knows),
+        in the order of their times. Raises UserError without the column of users."""
+        d = self._data
+        if d.user not in rows.columns:
+            raise UserError(f"the rows have no column {d.user!r} with users; add it")
+        numbers, order = np.full(len(rows), -1), np.arange(len(rows))
+        if d.item in rows.columns:
+            numbers = self._item_ids(self._names(rows[d.item], d.item))
+        if d.time in rows.columns and d.time in self._forms:
+            times = typed(rows[d.time], self._forms[d.time], d.no_value)
+            if times.count():
+                order = np.argsort(in_time(times, f"data.time={d.time!r}"), kind="stable")
+        events = pl.DataFrame({"user": self._names(rows[d.user], d.user), "item": numbers})
+        return events[order].drop_nulls("user")
 
-    def _from_events(self, rows: pl.DataFrame) -> "_People":
-        """Return the users of `_events`, each once, with the items of the events that training does not have,
-        in the order of their times, or of the rows."""
-        people = self._people(rows["user"].unique(maintain_order=True))
-        if rows["time"].null_count() < len(rows):
-            rows = rows[np.argsort(rows["time"].fill_null(-np.inf).to_numpy(), kind="stable")]
-        # Of equal events, training has the first ones.
-        known, both = self._history.rows(people.numbers_B), ["user", "item"]
-        of_user = people.names.gather(np.repeat(np.arange(len(known)), known.lengths))
-        has = pl.DataFrame({"user": of_user, "item": known.items}).group_by(both).len("known")
-        rows = rows.with_columns(before=pl.int_range(pl.len()).over(both))
-        rows = rows.join(has, both, "left", maintain_order="left")
-        rows = rows.filter(pl.col("before") >= pl.col("known").fill_null(0))
-        lists = rows.group_by("user", maintain_order=True).agg("item")
-        items = people.names.to_frame("user").join(lists, "user", "left", maintain_order="left")["item"]
-        return replace(people, new=_Lists.of(items.fill_null([])).known)
+    def _from_events(self, events: pl.DataFrame) -> pl.DataFrame:
+        """Return the users of `_events`, each once, with the items that training does not have of them."""
+        people = self._people(events["user"].unique(maintain_order=True))
+        known = people.select("user", item=self._history.gather(people["number"])).explode("item")
+        new = events.filter(pl.col("item") >= 0).join(known, ["user", "item"], "anti", maintain_order="left")
+        lists = new.group_by("user", maintain_order=True).agg(new="item")
+        people = people.drop("new").join(lists, "user", "left", maintain_order="left")
+        return people.with_columns(pl.col("new").fill_null([]))
 
     def held(self, rows: object) -> tuple[HeldDataset, list[str]]:
         """Return the users of later interactions with the items to find, as a test part has them, and what is
         left out. rows: a frame with the columns of users and items, or the path of files. Raises UserError
         without these columns, and if there is nothing to find."""
+        d = self._data
         if isinstance(rows, str | Path):
-            with rows_of(str(rows), self._reading, [self._user, self._item]) as found:
+            with rows_of(str(rows), d, [d.user, d.item]) as found:
                 frame = found.frame.collect()
         else:
             frame = as_frame(rows, "the rows").lazy().collect()
-        if missing := {self._user, self._item}.difference(frame.columns):
-            raise UserError(f"the rows have no column {min(missing)!r}; add it")
+        if d.item not in frame.columns:
+            raise UserError(f"the rows have no column {d.item!r}; add it")
         events = self._events(frame)
-        pairs_N2 = np.stack([self._people(events["user"]).numbers_B, events["item"].to_numpy()], 1)
-        seen, history, num_users = self._seen, self._history, len(self._users)
-        held_starts, held_items = to_find(pairs_N2, (seen.starts, seen.items), num_users)
+        users_N, items_N = self._people(events["user"])["number"].to_numpy(), events["item"].to_numpy()
+        num_users = len(self._users)
+        pairs_N2 = np.stack([np.where(users_N < num_users, users_N, -1), items_N], 1)
+        (seen_starts, seen_items), (history_starts, history_items) = _flat(self._seen), _flat(self._history)
+        held_starts, held_items = to_find(pairs_N2, (seen_starts[:-1], seen_items), num_users)
         users, items = ((pairs_N2[:, place] < 0).sum() for place in (0, 1))
         known = (pairs_N2 >= 0).all(1).sum()
         note = (
@@ -219,10 +207,10 @@ class Recommender:
             "inputs_PF": self._inputs_PF,
             "held_starts": held_starts,
             "held_items": held_items,
-            "seen_starts": seen.starts,
-            "seen_items": seen.items,
-            "history_starts": history.starts,
-            "history_items": history.items,
+            "seen_starts": seen_starts,
+            "seen_items": seen_items,
+            "history_starts": history_starts,
+            "history_items": history_items,
         }
         return HeldDataset(arrays, "valid"), [note]
 
@@ -253,28 +241,35 @@ class Recommender:
             raise UserError(f"--top {top}: give 1 or more items per user")
         # Before any work, so that a target that cannot be written costs none.
         files = find_files(str(path), "data.path")
-        target = table_target(out, files)
-        done = _Recommended(target, top=top)
-        people, rejected = self._people_of(str(path), files, values)
-        num_users = done.num_rows = len(people.names)
-        done.num_rejected, done.unknown = len(rejected), int((~self._has_vector(people)).sum())
+        done, known = _Recommended(table_target(out, files), top=top), self._data
+        given = {"recipe": self._config.recipe, "data": known.model_dump() | {"path": str(path)} | values}
+        data: Any = build_config(given).data
+        with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+            rows = read_rows(files, data, scratch, [data.user], as_text=True)
+            if data.user not in rows.names:
+                columns = ", ".join(rows.names)
+                raise UserError(f"{files[0]}: has no column {data.user!r} with users; columns: {columns}")
+            renamed = {data.user: known.user, data.item: known.item}
+            renamed |= {data.time: known.time} if data.time and known.time else {}
+            frame = rows.frame.select(by_name(*renamed, require_all=False)).collect()
+        people = self._from_events(self._events(frame.rename(renamed, strict=False)))
+        done.num_rows, done.num_rejected = len(people), len(rows.rejected)
+        done.unknown = int((~self._has_vector(people)).sum())
 
         def frames() -> Iterator[pl.DataFrame]:
-            for number, frame in enumerate(self._frames(people, top)):
+            for number, frame in enumerate(self._lists(people, top)):
                 if on_progress:
-                    on_progress("recommend items", min(num_users, number * self.batch_size), num_users)
+                    on_progress("recommend items", min(len(people), number * self.batch_size), len(people))
                 yield frame
 
-        write_frames(frames(), _COLUMNS, target, rejected)
+        write_frames(frames(), _COLUMNS, done.out, rows.rejected)
         return done
 
     def summary(self, done: _Recommended) -> list[str]:
         """Return lines for the console: how many users got recommendations, and how many of them are
         unknown."""
-        lines = [
-            f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}",
-        ]
-        if self._excludes_seen:
+        lines = [f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}"]
+        if self._data.exclude_seen:
             lines.append(
                 "Hidden: the items that a user has in the training or the validation split, or in the file"
             )
@@ -283,39 +278,26 @@ class Recommender:
             lines.append(f"Without a known item: {users}, given the most popular items without a score")
         return lines + done.summary()
 
-    def _people_of(
-        self, path: str, files: Sequence[Path], values: dict[str, object]
-    ) -> "tuple[_People, list[Rejected]]":
-        """Return the users in the files, each once, with the items of their new events (none where the files
-        have no column of items), and the rows that cannot be read."""
-        known = self._config.data.model_dump() | {"path": path, "user": self._user, "item": self._item}
-        data = build_config({"recipe": self._config.recipe, "data": known | values}).data
-        assert isinstance(data, RetrievalDataConfig)
-        with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
-            rows = read_rows(files, data, scratch, [data.user], as_text=True)
-            if data.user not in rows.names:
-                raise UserError(
-                    f"{files[0]}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
-                )
-            renamed = {data.user: self._user, data.item: self._item}
-            renamed |= {data.time: self._time} if data.time and self._time else {}
-            frame = rows.frame.select(by_name(*renamed, require_all=False)).collect()
-        frame = frame.rename(renamed, strict=False)
-        return self._from_events(self._events(frame)), rows.rejected
-
     def _names(self, values: Any, side: str) -> pl.Series:
         """Return the names of users or items in the form that training settled; null for no value."""
         cells = values if isinstance(values, pl.Series) else of_objects(side, list(values))
-        return as_names(cells, self._forms[side], self._no_value)
+        return as_names(cells, self._forms[side], self._data.no_value)
 
-    def _people(self, found: pl.Series) -> "_People":
-        """Return users by their names, with no items but those that training knows."""
-        numbers = np.fromiter((self._numbers.get(name, -1) for name in found), np.int64, len(found))
-        return _People(found, numbers, _Lists.none(len(found)))
+    def _item_ids(self, names: pl.Series) -> Array:
+        return np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
 
-    def _has_vector(self, people: "_People") -> Array:
+    def _people(self, names: pl.Series) -> pl.DataFrame:
+        """Return users by their names: user, number in training (behind the last one: unknown), and new, the
+        items met besides those that training knows, here none."""
+        unknown = len(self._users)
+        numbers = np.fromiter((self._numbers.get(name, unknown) for name in names), np.int64, len(names))
+        new = pl.Series([[]], dtype=pl.List(pl.Int64)).new_from_index(0, len(names))
+        return pl.DataFrame({"user": names, "number": numbers, "new": new})
+
+    def _has_vector(self, people: pl.DataFrame) -> Array:
         """Return whether each user can be scored: by a training row, or by an item that training knows."""
-        return (people.numbers_B >= 0) | (people.new.lengths > 0)
+        known_B: Array = people["number"].to_numpy() < len(self._users)
+        return known_B | (people["new"].list.len().to_numpy() > 0)
 
     def _items(self, device: torch.device) -> torch.Tensor:
         """Return the items' vectors (V, E), to be multiplied with users' vectors on a device."""
@@ -328,52 +310,42 @@ class Recommender:
             self._model.eval()  # which drops the model's copy
         return self._items_VE
 
-    def _vectors(self, people: "_People") -> torch.Tensor:
-        """Return the users' vectors."""
-        met = self._history.rows(people.numbers_B) + people.new
-        batch = histories(met.starts, met.items, np.arange(len(met)), self._inputs_PF, self._model.longest)
-        features_BG = self._features_RG[people.numbers_B]
-        return self._model.vectors(batch["history_BLF"], batch["lengths_B"], features_BG)
-
-    def _table(self, people: "_People", k: int) -> pl.DataFrame:
-        """Return the recommendations of all users."""
-        frames = list(self._frames(people, k))
-        return pl.concat(frames) if frames else pl.DataFrame(schema=_COLUMNS)
+    def _whole(self, people: pl.DataFrame, k: int) -> pl.DataFrame:
+        return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._lists(people, k)])
 
     @torch.inference_mode()
-    def _frames(self, people: "_People", k: int) -> Iterator[pl.DataFrame]:
-        """Yield the recommendations of `batch_size` users at a time."""
-        if not len(people.names):
-            return
+    def _lists(self, people: pl.DataFrame, k: int) -> Iterator[pl.DataFrame]:
+        """Yield the recommendations of `batch_size` users at a time. people: of `_people`."""
         use_num_threads()
-        num_items = len(self.items)
-        has_vector_U = self._has_vector(people)
-        for start in range(0, len(people.names), self.batch_size):
-            names = people.names[start : start + self.batch_size]
+        for part in people.iter_slices(self.batch_size) if len(people) else ():
             # The most popular items, for unknown users; those of the others are replaced below.
-            items_BK = np.tile(np.arange(min(k, num_items)), (len(names), 1))
+            items_BK = np.tile(np.arange(min(k, len(self.items))), (len(part), 1))
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
-            if len(rows := np.flatnonzero(has_vector_U[start : start + self.batch_size])):
-                scored = people.rows(start + rows)
-                users_BE, hidden_BS = self._vectors(scored), None
-                if self._excludes_seen:
-                    hidden_BS = (self._seen.rows(scored.numbers_B) + scored.new).padded()
+            if len(rows := np.flatnonzero(self._has_vector(part))):
+                scored = part[rows]
+                numbers_B, every = scored["number"], np.arange(len(scored))
+                met = _flat(self._history.gather(numbers_B).list.concat(scored["new"]))
+                batch = histories(*met, every, self._inputs_PF, self._model.longest)
+                features_BG = self._features_RG[numbers_B.to_numpy(writable=True)]
+                users_BE = self._model.vectors(batch["history_BLF"], batch["lengths_B"], features_BG)
+                hidden_BS = None
+                if self._data.exclude_seen:
+                    hidden = _flat(self._seen.gather(numbers_B).list.concat(scored["new"]))
+                    hidden_BS = lists_of(*hidden, every, -1)
                 items_VE = self._items(users_BE.device)
                 best = rank_rows(users_BE, items_VE, hidden_QS=hidden_BS, k=items_BK.shape[1])
                 items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
-            yield self._frame(names, items_BK, scores_BK)
-
-    def _frame(self, names: pl.Series, items_BK: Array, scores_BK: Array) -> pl.DataFrame:
-        # -1 where a user has met so many items that fewer than k are left.
-        user_N, place_N = np.nonzero(items_BK >= 0)
-        # Made by indexing: for one user, polars' engine (gather, fill_nan, filter) takes a fifth of the time.
-        columns = {
-            "user": names[user_N],
-            "rank": pl.Series(place_N.astype(np.int32) + 1),
-            "item": self.items[items_BK[user_N, place_N]],
-            "score": pl.Series(scores_BK[user_N, place_N], nan_to_null=True),
-        }
-        return pl.DataFrame(columns)
+            # -1 where a user has met so many items that fewer than k are left.
+            user_N, place_N = np.nonzero(items_BK >= 0)
+            # Made by indexing: for one user, polars' engine (gather, fill_nan, filter) takes a fifth of the
+            # time.
+            columns = {
+                "user": part["user"][user_N],
+                "rank": pl.Series(place_N.astype(np.int32) + 1),
+                "item": self.items[items_BK[user_N, place_N]],
+                "score": pl.Series(scores_BK[user_N, place_N], nan_to_null=True),
+            }
+            yield pl.DataFrame(columns)
 
 
 def later_interactions(
@@ -387,66 +359,7 @@ def _ids(rows: pl.DataFrame) -> torch.Tensor:
     return torch.from_numpy(rows["ids"].to_numpy().astype(np.int64))
 
 
-@dataclass(frozen=True)
-class _Lists:
-    """Lists of item numbers: list r is items[starts[r] : starts[r + 1]]."""
-
-    starts: Array
-    items: Array
-
-    @classmethod
-    def of(cls, lists: pl.Series) -> Self:
-        starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
-        return cls(starts, lists.explode().drop_nulls().to_numpy())  # an empty list explodes to a null
-
-    @classmethod
-    def none(cls, count: int) -> Self:
-        """Return empty lists."""
-        return cls(np.zeros(count + 1, np.int64), np.zeros(0, np.int64))
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def lengths(self) -> Array:
-        return np.diff(self.starts)
-
-    @property
-    def known(self) -> Self:
-        """The lists without -1, which stands for an item that training does not have."""
-        is_known = self.items >= 0
-        return type(self)(np.concatenate([[0], np.cumsum(is_known)])[self.starts], self.items[is_known])
-
-    def rows(self, rows_B: Array) -> Self:
-        """Return the lists of these rows; an empty one for row -1."""
-        # Not `lengths`, which computes those of all lists. Row -1 reads some number, which does not count.
-        lengths_B = np.where(rows_B >= 0, self.starts[rows_B + 1] - self.starts[rows_B], 0)
-        starts = np.concatenate([[0], np.cumsum(lengths_B)])
-        first_N = np.repeat(self.starts[rows_B] - starts[:-1], lengths_B)
-        return type(self)(starts, self.items[first_N + np.arange(starts[-1])])
-
-    def __add__(self, other: Self) -> Self:
-        """Return each list followed by the other's list."""
-        if not len(other.items):
-            return self
-        number_B = np.arange(len(self))
-        rows = np.concatenate([np.repeat(number_B, self.lengths), np.repeat(number_B, other.lengths)])
-        items = np.concatenate([self.items, other.items])[np.argsort(rows, kind="stable")]
-        return type(self)(self.starts + other.starts, items)
-
-    def padded(self) -> torch.Tensor:
-        """Return the lists as (B, longest), padded with -1."""
-        return lists_of(self.starts, self.items, np.arange(len(self)), -1)
-
-
-@dataclass(frozen=True)
-class _People:
-    """Users to recommend to: their names, their numbers in training (-1: unknown), and the items that they
-    have met besides those that training knows."""
-
-    names: pl.Series
-    numbers_B: Array
-    new: _Lists
-
-    def rows(self, rows_B: Array) -> "_People":
-        return _People(self.names[rows_B], self.numbers_B[rows_B], self.new.rows(rows_B))
+def _flat(lists: pl.Series) -> tuple[Array, Array]:
+    """Return lists of item numbers as (starts, items) for `lists_of`."""
+    starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
+    return starts, lists.explode().drop_nulls().to_numpy()  # an empty list explodes to a null
