@@ -33,7 +33,13 @@ class CombinedOptimizer(EagerOptimizer):
                 "CombinedOptimizer: two of the optimizers train the same parameter, which each step would "
                 "change twice; give each parameter to one"
             )
-        self.__setstate__({"optimizers": optimizers})
+        first, *others = optimizers
+        common = {k: v for k, v in first.defaults.items() if all(k in other.defaults for other in others)}
+        # Not torch's __init__, which would set `param_groups` and `state`, properties here.
+        self.__setstate__({"optimizers": optimizers, "defaults": common})
+
+    def __reduce__(self) -> Any:
+        return type(self), self.optimizers
 
     @property
     def param_groups(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override] # torch: a list
@@ -53,10 +59,8 @@ class CombinedOptimizer(EagerOptimizer):
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step each optimizer, in order. closure: recomputes the gradients and returns the loss; called once
         for all optimizers. Returns its loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
@@ -68,33 +72,14 @@ class CombinedOptimizer(EagerOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state dicts as a list under "optimizers"."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        state_dict = {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of `state_dict`. Raises UserError if it has another number of optimizers."""
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        states = state_dict.get("optimizers", ())
-        if len(states) != len(self.optimizers):
+        if (count := len(states := state_dict.get("optimizers", ()))) != len(self.optimizers):
             raise UserError(
-                f"CombinedOptimizer: the state holds {len(states)} optimizers, expected "
-                f"{len(self.optimizers)}; load the state of an optimizer that was combined the same way"
+                f"CombinedOptimizer: the state holds {count} optimizers, expected {len(self.optimizers)}; "
+                "load the state of an optimizer that was combined the same way"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    # For pickle and deepcopy: torch's own would set `param_groups` and `state`, which are properties here.
-    def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        first, *others = state["optimizers"]
-        common = {k: v for k, v in first.defaults.items() if all(k in other.defaults for other in others)}
-        super().__setstate__({**state, "defaults": common})

@@ -193,11 +193,11 @@ def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
     )
 
 
-def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segment:
+def segment_of(weight: Tensor, first_key: int = 0) -> native.Segment:
     """Return a weight's gradient in the form that the kernels read. A dense gradient, of a weight used as a
     whole, has all rows but the frozen ones."""
-    real = native.real_dtype(weight.dtype)
-    num_rows, dim = weight.shape
+    grad, real, (num_rows, dim) = weight.grad, native.real_dtype(weight.dtype), weight.shape
+    assert grad is not None
     if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
         ids_N, grads_ND = grad._indices().select(0, 0), grad._values()
     else:
@@ -214,7 +214,7 @@ def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segme
 def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return (ids_U sorted and unique, grads_UD, squared norms squares_U) of a weight's gradient, or None if
     it has no gradient."""
-    return None if weight.grad is None else native.sum_rows([segment_of(weight.grad, weight)], squares=True)
+    return None if weight.grad is None else native.sum_rows([segment_of(weight)], squares=True)
 
 
 @torch.library.custom_op("dphybrid::rows", mutates_args=())

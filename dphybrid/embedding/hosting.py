@@ -8,8 +8,9 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -27,9 +28,6 @@ from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
 
-_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
 
 class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc, override] # typed as HostEmbedding
     """An nn.Embedding whose weight stays in host memory; `host_tables` makes it of an existing one.
@@ -37,15 +35,15 @@ class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc, overri
     A subclass of nn.Embedding keeps its own forward: its `super().forward(ids)` looks up here.
     """
 
-    def _host(self, name: str) -> None:
-        """Become a host table with the weight that is there."""
-        weight, padding_idx = self.weight, self.padding_idx
-        self.name, self._path = name, None
+    _made_of: tuple[Any, Any]
+
+    def _host(self, name: str, dtype: torch.dtype) -> None:
+        """Become a host table with the present weight. dtype: of looked-up rows, as the model expects."""
+        self.name, self._path, self.out_dtype = name, None, dtype
         # As nn.Embedding draws them; `reset_parameters` uses them.
         self.start = StartValues(1.0, int(torch.randint(2**63 - 1, (), device="cpu")))
-        self.out_dtype = weight.dtype  # bfloat16 models expect bfloat16 rows
-        self._start_alone(None if padding_idx is None else self._row_of(padding_idx))
-        self._own(weight)
+        self._start_alone(None if self.padding_idx is None else self._row_of(self.padding_idx))
+        self._own(self.weight)
 
     def _row_of(self, number: int) -> int:
         """Return the row of the weight that has this number in the table."""
@@ -53,10 +51,7 @@ class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc, overri
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # The class of a table is made at run time; a pickle names those it was made from.
-        kind, base = self._made_of
-        return _empty, (kind, base), self.__getstate__()
-
-    _made_of: tuple[Any, Any]
+        return _empty, self._made_of, self.__getstate__()
 
     # A resized table keeps its weight object, and transformers then sets these.
     @property
@@ -109,15 +104,7 @@ class MappedEmbedding(HostedEmbedding):
         others = {key: value for key, value in self._parameters.items() if key != "weight"}
         return {**super().__getstate__(), "_parameters": others}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        frozen = state["_frozen"]
-        nothing = nn.Parameter(torch.empty(0, state["stored"].shape[1], device="cpu"), requires_grad=False)
-        state["_parameters"]["weight"] = nothing
-        super().__setstate__(state)
-        self.weight = self._new_weight()
-        self.info.freeze(frozen)
-
-    def _new_weight(self) -> nn.Parameter:
+    def _restored_weight(self) -> nn.Parameter:
         return _no_values(self.stored, self.out_dtype)
 
     @property
@@ -153,9 +140,7 @@ class TrainedRows:
     def ids_K(self) -> Tensor:
         """The trained rows' numbers, in the order of their slots."""
         ids_K, slots_K = self._index
-        ids = np.empty_like(ids_K)
-        ids[slots_K] = ids_K
-        return torch.from_numpy(ids)
+        return torch.from_numpy(ids_K[np.argsort(slots_K)])
 
     @property
     def rows_KD(self) -> Tensor:
@@ -164,12 +149,12 @@ class TrainedRows:
 
     def find(self, ids_N: Tensor) -> Tensor:
         """Return each id's slot, -1 if it has none."""
-        (known_K, slots_K), ids = self._index, ids_N.numpy()
-        if not len(known_K):
+        (ids_K, slots_K), ids = self._index, ids_N.numpy()
+        if not len(ids_K):
             return torch.full_like(ids_N, -1)
-        place = np.searchsorted(known_K, ids)
-        place[place == len(known_K)] = 0
-        return torch.from_numpy(np.where(known_K[place] == ids, slots_K[place], -1))
+        position = np.searchsorted(ids_K, ids)
+        position[position == len(ids_K)] = 0
+        return torch.from_numpy(np.where(ids_K[position] == ids, slots_K[position], -1))
 
     def slots(self, ids: Tensor) -> Tensor:
         """Return each id's slot, which new ids get here. Raises UserError past `most_rows`."""
@@ -178,15 +163,14 @@ class TrainedRows:
             slots_U = self.find(unique_U)
             is_new = slots_U < 0
             new_U, first = unique_U[is_new], len(self._index[0])
-            last = first + len(new_U)
-            self._check_room(last)
+            self._check_room(last := first + len(new_U))
             if len(new_U):
                 # By the kernel, which does not raise the weight's version: nobody has read these slots yet.
                 native.look_up(self.stored, new_U, self.weight.detach()[first:last])
                 slots_U[is_new] = torch.arange(first, last)
-                known_K, slots_K = self._index
-                at = np.searchsorted(known_K, new_U.numpy())
-                self._index = np.insert(known_K, at, new_U), np.insert(slots_K, at, slots_U[is_new])
+                ids_K, slots_K = self._index
+                at = np.searchsorted(ids_K, new_U.numpy())
+                self._index = np.insert(ids_K, at, new_U), np.insert(slots_K, at, slots_U[is_new])
         return slots_U[inverse_N.long()].view(ids.shape)
 
     def _check_room(self, count: int) -> None:
@@ -213,9 +197,9 @@ class TrainedRows:
 
 
 def _filled(stored: PublishedRows, most_rows: int, name: str, ids_K: Tensor, rows_KD: Tensor) -> TrainedRows:
-    made = TrainedRows(stored, most_rows, name)
-    made.fill(ids_K, rows_KD)
-    return made
+    trained = TrainedRows(stored, most_rows, name)
+    trained.fill(ids_K, rows_KD)
+    return trained
 
 
 class AdaptedEmbedding(MappedEmbedding):
@@ -228,7 +212,7 @@ class AdaptedEmbedding(MappedEmbedding):
         HostedEmbedding._own(self, weight, *others, **options)
         self.info.numbers_of = lambda slots_U: self.trained.ids_K[slots_U]
 
-    def _new_weight(self) -> nn.Parameter:
+    def _restored_weight(self) -> nn.Parameter:
         return self.trained.weight
 
     def _row_of(self, number: int) -> int:
@@ -252,20 +236,16 @@ class AdaptedEmbedding(MappedEmbedding):
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the rows of `ids`; see `HostEmbedding.forward`. A lookup that records a gradient makes their
         rows trained ones; raises UserError past `most_rows`, before anything is changed."""
+        to = ids.device if to is None else to
         if self._trains():
-            slots = self._slots(ids)
-            return super().forward(slots, by_replica=by_replica, to=ids.device if to is None else to)
+            return super().forward(self._slots(ids), by_replica=by_replica, to=to)
         numbers = row_numbers(ids, self.num_rows, self.name)
         rows = native.look_up(self.stored, numbers)[0]
         slots_N = self.trained.find(numbers.reshape(-1))
         is_trained = slots_N >= 0
         rows.view(-1, self.dim)[is_trained] = self.trained.weight.detach()[slots_N[is_trained]]
         rows = self.as_model(rows)
-        if by_replica and self._placed is not None:
-            devices, sizes_of = self._placed
-            shares = rows.split(list(sizes_of(len(rows))))
-            return tuple(share.to(device) for share, device in zip(shares, devices, strict=False))
-        return rows.to(ids.device if to is None else to)
+        return tuple(self.in_shares(rows)) if by_replica and self.is_placed else rows.to(to)
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
         """Give these rows no gradient; see `HostEmbedding.freeze_rows`."""
@@ -276,7 +256,8 @@ class AdaptedEmbedding(MappedEmbedding):
         """Rows, ascending, that get no gradient."""
         return sorted(self.trained.ids_K[list(super().frozen_rows)].tolist())
 
-    def _fill(self, ids_K: Tensor, rows_KD: Tensor) -> None:
+    def fill(self, ids_K: Tensor, rows_KD: Tensor) -> None:
+        """Replace the trained rows; see `TrainedRows.fill`. The same rows stay frozen."""
         frozen = self.frozen_rows
         self.trained.fill(ids_K, rows_KD)
         if self.padding_idx is not None:
@@ -292,7 +273,7 @@ class AdaptedEmbedding(MappedEmbedding):
         missing, unexpected, _ = others[-3:]
         keys = f"{prefix}trained_ids", f"{prefix}trained_rows"
         if all(key in state_dict for key in keys):
-            self._fill(*(state_dict[key] for key in keys))
+            self.fill(*(state_dict[key] for key in keys))
         else:
             missing += [key for key in keys if key not in state_dict]
         super()._load_from_state_dict(state_dict, prefix, *others)
@@ -345,64 +326,43 @@ def host_tables(
         and not isinstance(module, HostEmbedding)
         and module.weight.nbytes > limit
     }
-    found = {name: module for name, module in large.items() if not _reads_its_weight(type(module))}
+    tables = {name: module for name, module in large.items() if not _reads_its_weight(type(module))}
     owners: dict[int, dict[str, nn.Module]] = {}
     for path, owner in model.named_modules():
         for key, parameter in owner.named_parameters(path, recurse=False):
             owners.setdefault(_identity(parameter), {})[key] = owner
     checkpoint = None if mapped is None else Checkpoint(mapped)
     stored: dict[int, PublishedRows] = {}
-    for name, module in found.items():
+    for name, module in tables.items():
         weight = module.weight
         sharers = {key: owner for key, owner in owners[_identity(weight)].items() if owner is not module}
-        _check(name, module, [key for key, owner in sharers.items() if owner not in found.values()], mapped)
+        _check(name, module, [key for key, owner in sharers.items() if owner not in tables.values()], mapped)
         if checkpoint is not None and id(weight) not in stored:
             names = [name, *(key.removesuffix("weight").removesuffix(".") for key in sharers)]
-            there = [each for each in names if checkpoint.has(each)]
             shape = cast(tuple[int, int], tuple(weight.shape))
             buffers = [key for key, _ in module.named_buffers(recurse=False)]
-            stored[id(weight)] = checkpoint.table(there[0] if there else name, shape, buffers)
-    left = [name for name in large if name not in found]
-    left += [name for name, weight in _other_tables(model) if weight.nbytes > limit]
-    if left and mapped is not None and (wrong := [name for name in left if name in large]):
-        raise UserError(
-            f"host_tables: the forward of {wrong[0]} reads its weight itself; a mapped table is looked up by "
-            "super().forward(ids)"
-        )
-    if left:
-        warnings.warn(
-            f"host_tables: stays where it is: {', '.join(left)}. Only tables that nn.Embedding.forward looks "
-            "up are moved",
-            stacklevel=2,
-        )
-    _host_all(found, stored, None if train is None else most_rows)
-    return list(found)
-
-
-def _host_all(
-    found: Mapping[str, nn.Embedding], stored: Mapping[int, PublishedRows], most_rows: int | None
-) -> None:
-    new: dict[int, tuple[nn.Parameter, TrainedRows | None]] = {}
-    for key, rows in stored.items():
-        name, module = next((name, each) for name, each in found.items() if id(each.weight) == key)
-        trained = None if most_rows is None else TrainedRows(rows, most_rows, name)
-        new[key] = _no_values(rows, module.weight.dtype) if trained is None else trained.weight, trained
-    for name, module in found.items():
-        key, dtype = id(module.weight), module.weight.dtype
-        base: type[HostedEmbedding] = HostedEmbedding
-        if key in new:
-            module.weight, trained = new[key]
-            base = MappedEmbedding if trained is None else AdaptedEmbedding
-            vars(module).update({"stored": stored[key]} | ({} if trained is None else {"trained": trained}))
+            rows = checkpoint.table(next(filter(checkpoint.has, names), name), shape, buffers)
+            stored[id(weight)] = rows
+    _say_what_stays(model, [name for name in large if name not in tables], limit, mapped)
+    dtypes = {id(module.weight): module.weight.dtype for module in tables.values()}
+    trained = {key: TrainedRows(rows, most_rows, rows.name) for key, rows in stored.items() if train}
+    frozen = {key: _no_values(rows, dtypes[key]) for key, rows in stored.items() if not train}
+    for name, module in tables.items():
+        base, weight, key = HostedEmbedding, module.weight, id(module.weight)
+        if key in trained:
+            base, module.weight = AdaptedEmbedding, trained[key].weight
+            vars(module).update(stored=stored[key], trained=trained[key])
+        elif key in stored:
+            base, module.weight = MappedEmbedding, frozen[key]
+            vars(module).update(stored=stored[key])
         else:
-            if not module.weight.is_cpu or not module.weight.is_contiguous():
-                module.weight.data = module.weight.detach().cpu().contiguous()
-            if module.weight.requires_grad:
-                _warn_if_dense(name, module.weight)
+            if not weight.is_cpu or not weight.is_contiguous():
+                weight.data = weight.detach().cpu().contiguous()
+            if weight.requires_grad:
+                _warn_if_dense(name, weight)
         cast(Any, module).__class__ = _hosted(type(module), base)
-        hosted = cast(HostedEmbedding, module)
-        hosted._host(name)
-        hosted.out_dtype = dtype
+        cast(HostedEmbedding, module)._host(name, weight.dtype)
+    return list(tables)
 
 
 def _identity(weight: Tensor) -> int:
@@ -412,24 +372,37 @@ def _identity(weight: Tensor) -> int:
 
 def _reads_its_weight(kind: type[nn.Embedding]) -> bool:
     """Return whether a subclass's forward does not call that of its base class."""
-    for each in kind.__mro__[: kind.__mro__.index(nn.Embedding)]:
-        if "forward" in vars(each):
-            names = inspect.unwrap(vars(each)["forward"]).__code__.co_names
+    for base in kind.__mro__[: kind.__mro__.index(nn.Embedding)]:
+        if "forward" in vars(base):
+            names = inspect.unwrap(vars(base)["forward"]).__code__.co_names
             if "super" not in names and "forward" not in names:
                 return True
     return False
 
 
-def _other_tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that may be tables and are not an nn.Embedding's: those of an nn.EmbeddingBag, and
-    matrices that are parameters of modules of other packages."""
-    for path, module in model.named_modules():
-        is_own = not type(module).__module__.startswith("torch.")
-        is_own &= not isinstance(module, nn.Embedding | HostEmbedding)
-        if is_own or isinstance(module, nn.EmbeddingBag):
-            for name, weight in module.named_parameters(path, recurse=False):
-                if weight.dim() == 2:
-                    yield name, weight
+def _say_what_stays(model: nn.Module, own: list[str], limit: int, mapped: Path | str | None) -> None:
+    """Warn of large tables that are not moved. own: embeddings whose forward reads the weight itself. Raises
+    UserError for one that should be mapped."""
+    if own and mapped is not None:
+        raise UserError(
+            f"host_tables: the forward of {own[0]} reads its weight itself; a mapped table is looked up by "
+            "super().forward(ids)"
+        )
+    # And matrices that may be tables: of nn.EmbeddingBag, and parameters of modules of other packages.
+    staying = own + [
+        name
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Embedding | HostEmbedding)
+        and (isinstance(module, nn.EmbeddingBag) or not type(module).__module__.startswith("torch."))
+        for name, weight in module.named_parameters(path, recurse=False)
+        if weight.dim() == 2 and weight.nbytes > limit
+    ]
+    if staying:
+        warnings.warn(
+            f"host_tables: stays where it is: {', '.join(staying)}. Only tables that nn.Embedding.forward "
+            "looks up are moved",
+            stacklevel=3,
+        )
 
 
 def _warn_if_dense(name: str, weight: Tensor) -> None:
@@ -456,12 +429,12 @@ def save_rows(model: nn.Module, file: Path | str) -> dict[str, int]:
     tensors: dict[str, Tensor] = {}
     page: dict[str, dict[str, Any]] = {}
     for name, table in _trained_tables(model).items():
-        ids_K, order_K = table.ids_K.sort()
-        rows_KD = table.rows_KD[order_K]
+        ids_K, order_K = table.trained.ids_K.sort()
+        rows_KD = table.trained.rows_KD[order_K]
         differs_K = (native.look_up(table.stored, ids_K)[0] != rows_KD).any(1)
         ids_K, rows_KD = ids_K[differs_K], rows_KD[differs_K]
         tensors |= {key_in(name, "ids"): ids_K, key_in(name, "rows"): rows_KD}
-        page[name] = {"rows": len(ids_K), "of": len(table.stored), "width": table.stored.shape[1]}
+        page[name] = {"rows": len(ids_K), "of": table.num_rows, "width": table.dim}
     file = Path(file)
     save_file(tensors, file)
     write_json(file.with_suffix(".json"), {"tables": page, "bytes": file.stat().st_size})
@@ -479,30 +452,25 @@ def load_rows(model: nn.Module, file: Path | str) -> None:
         )
     for module in model.modules():
         if isinstance(module, AdaptedEmbedding):
-            module._fill(*saved[module.stored.name])
+            module.fill(*saved[module.stored.name])
 
 
-def _trained_tables(model: nn.Module) -> dict[str, TrainedRows]:
-    modules = [module for module in model.modules() if isinstance(module, AdaptedEmbedding)]
-    if not modules:
+def _trained_tables(model: nn.Module) -> dict[str, AdaptedEmbedding]:
+    tables = {part.stored.name: part for part in model.modules() if isinstance(part, AdaptedEmbedding)}
+    if not tables:
         raise UserError(
             'there are no trained rows over a checkpoint; call host_tables(model, mapped=..., train="rows") '
             "before"
         )
-    return {module.stored.name: module.trained for module in modules}
+    return tables
 
 
-_classes: dict[tuple[Any, Any], type[HostedEmbedding]] = {}
-
-
+@cache
 def _hosted(kind: Any, base: type[HostedEmbedding]) -> type[HostedEmbedding]:
     """Return the class of a hosted table that was of class `kind`."""
-    if (kind, base) not in _classes:
-        # Below `kind` and above nn.Embedding in the method resolution order.
-        bases = (base,) if kind is nn.Embedding else (kind, base)
-        named = {"__module__": kind.__module__, "_made_of": (kind, base)}
-        _classes[kind, base] = type(kind.__name__, bases, named)
-    return _classes[kind, base]
+    # Below `kind` and above nn.Embedding in the method resolution order.
+    bases = (base,) if kind is nn.Embedding else (kind, base)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "_made_of": (kind, base)})
 
 
 def _empty(kind: Any, base: type[HostedEmbedding]) -> HostedEmbedding:
@@ -512,12 +480,10 @@ def _empty(kind: Any, base: type[HostedEmbedding]) -> HostedEmbedding:
 
 def _check(name: str, module: nn.Embedding, sharers: list[str], mapped: object) -> None:
     weight = module.weight
-    size = f"{weight.nbytes / 1e6:,.0f} MB" if weight.nbytes > 1e6 else f"{weight.nbytes:,} B"
     if sharers:
         raise UserError(
-            f"host_tables: {name} ({size}) shares its weight with {sharers[0]} (a tied output layer reads "
-            "all of its rows at each step); untie them, or leave it where it is with "
-            f"larger_than={weight.nbytes}"
+            f"host_tables: {name} ({weight.nbytes:,} B) shares its weight with {sharers[0]} (a tied output "
+            f"layer reads all rows at each step); untie them, or use larger_than={weight.nbytes}"
         )
     if module.max_norm is not None or module.scale_grad_by_freq:
         option = "scale_grad_by_freq" if module.max_norm is None else "max_norm"
@@ -538,9 +504,9 @@ def _bytes(size: str | int) -> int:
     """Return a size in bytes. Raises UserError for other texts."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|kB|B)\s*", size) if isinstance(size, str) else None
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*", size) if isinstance(size, str) else None
+    if match is None:
         raise UserError(
             f'host_tables: larger_than={size!r}; give bytes, or a text such as "256 MB" or "2 GiB"'
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

@@ -113,11 +113,14 @@ class HostEmbedding(nn.Module):
 
     def _start_alone(self, padding_idx: int | None) -> None:
         """Set what belongs to a new table and not to its weight."""
-        self._gates, self.counters = Gates(), Counters()
-        self.ahead = LookupsAhead(self.name, self.counters)
+        self._start_lookups()
         self._padding = [] if padding_idx is None else [padding_idx]
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         self._replica: int | None = None
+
+    def _start_lookups(self) -> None:
+        self._gates, self.counters = Gates(), Counters()
+        self.ahead = LookupsAhead(self.name, self.counters)
 
     @classmethod
     def from_pretrained(
@@ -162,13 +165,6 @@ class HostEmbedding(nn.Module):
         if weight.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
             weight.grad_dtype = torch.float32
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        # torch may exchange what the weight is, with its attributes, unless it has weak references.
-        info, self._gates = self.info, Gates()
-        super()._load_from_state_dict(*args)
-        self.weight.rows_info = info  # type: ignore[attr-defined]
-        self._own(self.weight)
-
     def __copy__(self) -> Self:
         """Return a shallow copy, which shares weight and settings, as of any module."""
         new = self.__new__(type(self))
@@ -178,8 +174,8 @@ class HostEmbedding(nn.Module):
     def twin(self) -> Self:
         """Return a copy that shares the weight, and has a placement, lookups and counters of its own."""
         new = copy(self)
-        new._gates, new.counters, new._placed = Gates(), Counters(), None
-        new.ahead = LookupsAhead(new.name, new.counters)
+        new._placed = None
+        new._start_lookups()
         return new
 
     def __getstate__(self) -> dict[str, object]:
@@ -193,14 +189,17 @@ class HostEmbedding(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state.pop("_frozen")
         super().__setstate__(state)
-        self._gates, self.counters = Gates(), Counters()
-        self.ahead = LookupsAhead(self.name, self.counters)
-        # huge pages, unlike pickle's copy
-        rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)
-        self.weight.data = rows_VD.copy_(self.weight.detach())
-        self._own(self.weight, frozen)
+        self._start_lookups()
+        self._parameters["weight"] = weight = self._restored_weight()
+        self._own(weight, frozen)
         if self._placed is not None:
             self.place_on(*self._placed)
+
+    def _restored_weight(self) -> nn.Parameter:
+        """Return the weight of a deep copy or pickle, whose rows are in huge pages, unlike those of torch."""
+        weight = self.weight
+        weight.data = zero_rows(tuple(weight.shape), weight.dtype).copy_(weight.detach())
+        return weight
 
     @property
     def num_rows(self) -> int:
@@ -322,7 +321,9 @@ class HostEmbedding(nn.Module):
             if not may_read(weight, ids):
                 return self._in_graph(ids, wanted)
             if by_replica and self.ahead.is_placed:
-                return self._rows_by_replica(weight, ids)
+                shares = self.ahead.lookup_of(weight, ids).shares
+                # Not a list, for whose tensors torch calls no backward hooks.
+                return tuple(self._rows_on_device(weight, share) for share in shares)
             replica = self._replica if self.ahead.is_placed else None
             if replica is None and wanted.type == "cuda":
                 replica = self.ahead.channel_to(wanted)
@@ -398,21 +399,18 @@ class HostEmbedding(nn.Module):
         region takes the result as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
         CPU. Raises UserError like `forward`.
         """
-        if self._placed is not None and (self._forward_hooks or self._backward_hooks):
-            devices, sizes_of = self._placed
-            rows_BXD = self(ids)  # hooks get and return one tensor, as without a split
-            return [
-                part.to(device, copy=True)
-                for part, device in zip(rows_BXD.split(list(sizes_of(len(ids)))), devices, strict=False)
-            ]
+        if self.is_placed and (self._forward_hooks or self._backward_hooks):
+            return self.in_shares(self(ids))  # hooks get and return one tensor, as without a split
         # Through __call__, so that hooks before the lookup see every one.
         rows: Tensor | tuple[Tensor, ...] = self(ids, by_replica=True)
         return [rows] if isinstance(rows, Tensor) else list(rows)  # a captured graph is not split
 
-    def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        shares = self.ahead.lookup_of(weight, ids).shares
-        # Not a list, for whose tensors torch calls no backward hooks.
-        return tuple(self._rows_on_device(weight, share) for share in shares)
+    def in_shares(self, rows_BXD: Tensor) -> list[Tensor]:
+        """Return each used replica's share of rows, on its device."""
+        assert self._placed is not None
+        devices, sizes_of = self._placed
+        shares = rows_BXD.split(list(sizes_of(len(rows_BXD))))
+        return [share.to(device, copy=True) for share, device in zip(shares, devices, strict=False)]
 
     def _rows_on_device(self, weight: Tensor, share: Share) -> Tensor:
         counted = torch.is_grad_enabled()

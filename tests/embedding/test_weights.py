@@ -191,19 +191,3 @@ def test_a_weight_that_is_given_to_one_call_keeps_the_padding() -> None:
     functional_call(table, {"weight": weight}, (IDS,)).sum().backward()
     assert weight.grad is not None
     assert weight.grad.to_dense().any(1)[:3].tolist() == [False, True, True]
-
-
-def test_a_state_dict_that_is_swapped_in_keeps_the_table() -> None:
-    table, own = tables(padding=0)
-    table.freeze_rows([3])
-    table.synchronized = True
-    table(IDS).sum().backward()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        table.load_state_dict(own.state_dict())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert (table.frozen_rows, table.synchronized, table.info.name) == ([0, 3], True, "table")
-    table(IDS).sum().backward()
-    assert table.weight.grad is not None
-    assert table.weight.grad._indices()[0].unique().tolist() == [1, 2, 4, 5]
