@@ -54,6 +54,11 @@ class TrainedRun:
         return self._run.config
 
     @property
+    def recipe(self) -> str:
+        """The name of its recipe, which need not be importable here."""
+        return self._run.page.recipe
+
+    @property
     def devices(self) -> str:
         """The devices of the training."""
         return self._run.page.devices
@@ -150,7 +155,7 @@ class TrainedRun:
         # By the method, not the class: a user's recipe may have its own kind of predictor.
         if not hasattr(self.predictor, "recommend"):
             raise UserError(
-                f"run {self.name}: recipe {self.config.recipe} scores rows, with predict(rows); recipe "
+                f"run {self.name}: recipe {self.recipe} scores rows, with predict(rows); recipe "
                 "retrieval recommends items"
             )
         return self.predictor.recommend(users, k, history=history)
@@ -277,5 +282,5 @@ def tracking_uri() -> str:
 
 
 def _row(run: TrainedRun) -> dict[str, object]:
-    facts = {"run": run.name, "recipe": run.config.recipe, "devices": run.devices, "status": run.status}
+    facts = {"run": run.name, "recipe": run.recipe, "devices": run.devices, "status": run.status}
     return {**facts, "started": run.created[:19].replace("T", " "), **run.metrics}

@@ -19,7 +19,7 @@ from dphybrid.config import flatten
 from dphybrid.config.own_runs import is_own
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.text import flag_text, printable
+from dphybrid.util.text import flag_text, metric_text, printable
 
 if TYPE_CHECKING:
     from dphybrid.run.folder import Run
@@ -67,14 +67,13 @@ def tables(runs: "Sequence[Run]") -> list[str]:
     """Return final metrics and differing values of runs, each run in a column, as many side by side as 80
     characters hold."""
     from dphybrid.run.pages import MetricsPage
-    from dphybrid.tracking.html import number
 
     rows: dict[str, list[str]] = {"run": [run.folder.name for run in runs]}
     pages = [run.folder / "metrics.json" for run in runs]
     ended = [MetricsPage.read(page) if page.is_file() else MetricsPage(metrics={}) for page in pages]
     measured = [page.metrics | {f"test {name}": value for name, value in page.test.items()} for page in ended]
     for name in dict.fromkeys(name for metrics in measured for name in metrics):
-        rows[name] = [number(metrics[name]) if name in metrics else "-" for metrics in measured]
+        rows[name] = [metric_text(metrics[name]) if name in metrics else "-" for metrics in measured]
     configs = [flatten(run.page.config) | {"devices": run.page.devices} for run in runs]
     for name in dict.fromkeys(name for config in configs for name in config):
         texts = [flag_text(config.get(name)) or "-" for config in configs]

@@ -1,5 +1,6 @@
 """The last part of a run: write its report, and end its record. The report is a few texts
-(`_texts`): the terminal shows the first, MLflow's description all of them, a page all of them with figures.
+(`_texts`): the terminal shows the first, MLflow's description a summary and the others, a page all of them
+with figures.
 """
 
 import shlex
@@ -14,7 +15,7 @@ from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
-from dphybrid.tracking.html import Line, bars, html_of, lines, matrix, number
+from dphybrid.tracking.html import Line, bars, html_of, lines, matrix
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state, step_of
@@ -28,6 +29,9 @@ _FEW_POINTS = 30
 """A curve of fewer points has a mark on each."""
 _MOST_LINES = 24
 """The most lines of a block in MLflow's description, which may have 8,000 characters."""
+_WIDTH = 80
+"""Columns of a terminal, and of a block in MLflow's description."""
+_PARTS = {"train": "to train", "valid": "to validate", "test": "to test"}
 
 
 def report_run(experiment: Experiment) -> Report:
@@ -133,7 +137,7 @@ def _closing_words(report: Report) -> str:
     def filled(name: str, text: str) -> str:
         line = f"{name + ':':<12} {text}".replace("NOT registered as:", "NOT registered as")
         return textwrap.fill(
-            line, 80, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
+            line, _WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
         )
 
     words = ["", *(filled(name, text) for name, text in _facts(report).items())]
@@ -165,13 +169,12 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
     """Return the report as texts by title: the words of the terminal, the splits, the data, how to load the
     best checkpoint and how to repeat the run."""
     config, data = experiment.config, experiment.data
-    name, best = report.registered_as, report.best_checkpoint
     about = f"{data.path.name} from {experiment.source}, digest {report.digests['data'][:16]}"
-    load = ["import dphybrid", "", f"model = dphybrid.load_model({best!r})  # a torch module"]
-    if name:
-        load.append(f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry')
+    load = ["import dphybrid", "", f"model = dphybrid.load_model({report.run_name!r})  # a torch module"]
+    if report.registered_as:
+        load.append(f'model = dphybrid.load_model("models:/{report.registered_as}@challenger")')
     if experiment.recipe.tabular:
-        load.append(f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows")
+        load.append(f"predictor = dphybrid.load({report.run_name!r})  # with its preprocessing, for new rows")
     given = masked(f"dphybrid train {as_flags(given_flags(config))}")
     what = f"{config.recipe} on {report.devices}, batch {config.train.batch_size}, seed {config.train.seed}"
     return {
@@ -184,20 +187,52 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
 
 
 def _description(experiment: Experiment, report: Report) -> str:
-    """Return the report as Markdown, for the run's description in MLflow."""
+    """Return the report as Markdown, for the run's description in MLflow: what, results, floor and doubts in
+    four lines that wrap, then blocks of 80 columns: a wider one would push the metrics off the page."""
+    data, facts, texts = experiment.data, _facts(report), _texts(experiment, report)
+    (what, _), *blocks = texts.items()
+    rows = ", ".join(
+        f"{len(data.dataset(part)):,} {verb}" for part, verb in _PARTS.items() if part in data.parts
+    )
+    not_registered = [f"NOT registered as {report.not_registered}"] * bool(report.not_registered)
+    lines = {
+        "What": f"{what}; {data.manifest.description[0].strip()}; {rows}",
+        "Results": "; ".join(f"{name} {facts[name]}" for name in ("Test", "Validation") if name in facts),
+        "Floor": report.beside or "none",
+        "Doubts": " ".join([*report.warnings, *not_registered]) or "none",
+    }
     # Addresses may come from others; MLflow's page would run `javascript:` in one.
     links = experiment.run.page.links.items()
     parts = [f"{as_markdown(name)}: <{to}>" for name, to in links if to.startswith(("http://", "https://"))]
-    for title, text in _texts(experiment, report).items():
-        kept = text.splitlines()
-        if title == "Data":  # where a column's values may be long
-            kept = [line[:160] for line in kept]
+    parts.append("\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in lines.items()))
+    for title, text in blocks:
+        kept = [part for line in text.splitlines() for part in _folded(line, title)]
+        if title == "How batches were split":
+            kept[:0] = [*_folded(facts.get("Time", ""), title)]
         if (more := len(kept) - _MOST_LINES) > 0:
             kept[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
         # Three backticks in a column's name would end the code block.
         shown = printable("\n".join(kept)).replace("```", "` ` `")
         parts += [f"### {as_markdown(title)}\n\n```\n{shown}\n```"] if shown else []
     return "\n\n".join(parts)
+
+
+def _folded(line: str, title: str) -> list[str]:
+    """Return a line as lines of at most 80 columns, except that a long value stays whole: a command breaks
+    before its flags, a line of the data's table is cut, and any other one wraps."""
+    if title == "Data":
+        return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…"]
+    if title != "Reproduce":
+        return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", drop_whitespace=False) or [""]
+    first, *flags = line.split(" --")
+    lines = [first]
+    for flag in flags:
+        if len(lines[-1]) + len(flag) > _WIDTH - 5:
+            lines[-1] += " \\"
+            lines.append(f"  --{flag}")
+        else:
+            lines[-1] += f" --{flag}"
+    return lines
 
 
 def report_page(experiment: Experiment, report: Report) -> str:
@@ -211,7 +246,7 @@ def report_page(experiment: Experiment, report: Report) -> str:
         points = {row["step"]: row[name] for row in history if isfinite(row.get(name, nan))}
         if name != "step" and len(points) > 1 and kept in points:
             curve: Line = list(points), list(points.values()), "both" if len(points) < _FEW_POINTS else "line"
-            title = f"{name}: {number(points[kept])} at the epoch that is kept"
+            title = f"{name}: {metric_text(points[kept])} at the epoch that is kept"
             curves.append(lines([curve, ([kept], [points[kept]], "kept")], title, "step"))
     total = sum(report.stages.values()) or 1.0
     times = {

@@ -33,7 +33,7 @@ from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
 from dphybrid.util.errors import UserError, counted, suggestion
-from dphybrid.util.text import aligned
+from dphybrid.util.text import aligned, metric_text
 
 SAMPLES = 200
 """How often rows are drawn again for an interval."""
@@ -42,7 +42,7 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What `evaluate` found.
 
@@ -82,10 +82,13 @@ class Evaluation:
         for name, value in self.metrics.items():
             low, high = self.intervals[name]
             decides = " (decides)" if name == self.metric else ""
-            lines.append(f"  {name:<18}{value:.4f}   95% from {low:.4f} to {high:.4f}{decides}")
+            shown = f"{metric_text(value)}   95% from {metric_text(low)} to {metric_text(high)}{decides}"
+            lines.append(f"  {name:<18}{shown}")
         for title, frame in self.tables:
             lines += [f"{title}:", *(f"  {line}" for line in aligned(_cells(frame)))]
         return "\n".join(lines)
+
+    __repr__ = text
 
     @property
     def _head(self) -> list[str]:
@@ -98,7 +101,7 @@ class Evaluation:
         measured = [
             [
                 name + " (decides)" * (name == self.metric),
-                *map("{:.4f}".format, (value, *self.intervals[name])),
+                *map(metric_text, (value, *self.intervals[name])),
             ]
             for name, value in self.metrics.items()
         ]
@@ -122,7 +125,10 @@ def _cells(frame: pl.DataFrame) -> list[list[str]]:
     return [
         frame.columns,
         *(
-            ["-" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row]
+            [
+                "-" if cell is None else metric_text(cell) if isinstance(cell, float) else str(cell)
+                for cell in row
+            ]
             for row in frame.iter_rows()
         ),
     ]

@@ -44,13 +44,6 @@ _HEAD = """<!doctype html>
 </style>"""
 
 
-def number(value: float) -> str:
-    """Return a number with four significant digits."""
-    if float(value).is_integer() or 1000 <= abs(value) < math.inf:
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.6g}"
-    return f"{value:.4g}"
-
-
 def html_of(title: str, texts: Mapping[str, str], figures: Mapping[str, Sequence[str]]) -> str:
     """Return the page: the first text, the figures (SVG) by title, and the other texts by title."""
     parts = []

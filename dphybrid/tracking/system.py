@@ -2,7 +2,6 @@
 were used badly."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,17 +11,12 @@ import psutil
 from dphybrid.util.limited import NVML_LIMIT_S, Limited
 
 _MIB = 2**20
-
 _UNEVEN = 1.25
 """A split is called uneven if its largest share is at least so many times its smallest."""
-
 _BUSY_PCT = 50.0
 """A GPU below this mean utilization waits more than it works."""
-
 _DEVICE_STAGES = ("forward", "backward", "replicate", "scatter", "gather", "loss", "dense_update")
-
-_GpuReading = dict[str, float]
-"""utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those that the device reports."""
+_UTILIZATION = "_utilization_pct"
 
 
 class SystemMetrics:
@@ -34,8 +28,8 @@ class SystemMetrics:
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         self.means: dict[str, float] = {}
-        self._counts: Counter[str] = Counter()
-        self._gpus, self._own = _nvml_reader(gpus), psutil.Process()
+        self._counts: dict[str, int] = {}
+        self._gpus, self._own = _gpu_reader(gpus), psutil.Process()
         # These calls return the load since the call before; the first one returns 0.
         psutil.cpu_percent()
         self._own.cpu_percent()
@@ -52,29 +46,28 @@ class SystemMetrics:
             "system/memory_pct": psutil.virtual_memory().percent,
             "system/process_rss_mb": self._own.memory_info().rss / _MIB,
         }
-        for index, reading in enumerate(self._gpus()):
-            values |= {f"system/gpu{index}_{name}": value for name, value in reading.items()}
-        self._counts.update(values.keys())
+        with suppress(TimeoutError):
+            values |= self._gpus()
         for name, value in values.items():
+            self._counts[name] = count = self._counts.get(name, 0) + 1
             mean = self.means.get(name, 0.0)
-            self.means[name] = mean + (value - mean) / self._counts[name]
+            self.means[name] = mean + (value - mean) / count
         return values
 
 
-def _nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
+def _gpu_reader(gpus: Sequence[str]) -> Callable[[], dict[str, float]]:
     """Return a function that reads the GPUs with these UUIDs through NVML, without the values that a device
-    does not report."""
+    does not report. It raises TimeoutError when the driver hangs."""
     if not gpus:
-        return list
+        return dict
     # Imported here, because a machine without GPUs needs no NVML.
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver here
-        return list
-
-    ask: dict[str, Callable[[Any], float]] = {
+        return dict
+    questions: dict[str, Callable[[Any], float]] = {
         "memory_mb": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / _MIB,
         "memory_pct": lambda gpu: 100 * (memory := pynvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total,
         "utilization_pct": lambda gpu: float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
@@ -82,25 +75,19 @@ def _nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
         "temperature_c": lambda gpu: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
     }
 
-    def read_one(uuid: str) -> _GpuReading:
-        reading: _GpuReading = {}
-        for name, question in ask.items():
-            with suppress(pynvml.NVMLError):
-                reading[name] = question(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        return reading
+    def read() -> dict[str, float]:
+        values: dict[str, float] = {}
+        for index, uuid in enumerate(gpus):
+            for name, ask in questions.items():
+                with suppress(pynvml.NVMLError):
+                    values[f"system/gpu{index}_{name}"] = ask(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        return values
 
-    read = Limited(lambda: [read_one(uuid) for uuid in gpus], NVML_LIMIT_S)
-
-    def read_if_it_answers() -> list[_GpuReading]:
-        with suppress(TimeoutError):
-            return read()
-        return []
-
-    return read_if_it_answers
+    return Limited(read, NVML_LIMIT_S)
 
 
 def balance_warnings(
-    splits: Sequence[Mapping[str, object]],
+    splits: Sequence[Mapping[str, Any]],
     num_devices: int,
     system: Mapping[str, float],
     stages: Mapping[str, float],
@@ -112,52 +99,44 @@ def balance_warnings(
         system: Means of the `system/...` metrics.
         stages: Stage -> seconds.
     """
-    return _of_the_split(splits, num_devices) + _of_the_gpus(system, stages)
-
-
-def _of_the_split(splits: Sequence[Mapping[str, Any]], num_devices: int) -> list[str]:
+    warnings = []
     # Split 1 is that of the first batch, which is full. Its first block stands for all.
     full = [row for row in splits if row["number"] == 1]
-    first = [row for row in full if row["block"] == full[0]["block"]]
-    if num_devices < 2 or not first:
-        return []
-    rows, batch = [int(row["rows"]) for row in first], int(first[0]["batch_rows"])
-    remedy = (
-        f"set train.batch_size to a multiple of {num_devices}, such as "
-        f"{-(-batch // num_devices) * num_devices}"
-    )
-    if len(rows) < num_devices:
-        return [
-            f"{num_devices - len(rows)} of {num_devices} devices got no rows of a batch of {batch}; {remedy}"
-        ]
-    if max(rows) >= _UNEVEN * min(rows):
-        return [f"one device got {min(rows)} rows of a batch of {batch} and the others {max(rows)}; {remedy}"]
-    return []
-
-
-def _of_the_gpus(system: Mapping[str, float], stages: Mapping[str, float]) -> list[str]:
-    suffix = "_utilization_pct"
+    rows = [int(row["rows"]) for row in full if row["block"] == full[0]["block"]]
+    if num_devices > 1 and rows:
+        batch = int(full[0]["batch_rows"])
+        even = -(-batch // num_devices) * num_devices
+        remedy = (
+            f"of a batch of {batch}{{}}; set train.batch_size to a multiple of {num_devices}, such as {even}"
+        )
+        if len(rows) < num_devices:
+            idle = num_devices - len(rows)
+            warnings.append(f"{idle} of {num_devices} devices got no rows {remedy.format('')}")
+        elif max(rows) >= _UNEVEN * min(rows):
+            others = f" and the others {max(rows)}"
+            warnings.append(f"one device got {min(rows)} rows {remedy.format(others)}")
     busy = {
-        name.removeprefix("system/").removesuffix(suffix): value
-        for name, value in system.items()
-        if name.endswith(suffix)
+        n.removeprefix("system/").removesuffix(_UTILIZATION): p
+        for n, p in system.items()
+        if _UTILIZATION in n
     }
-    if not busy:
-        return []
-    most, least = max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)
-    if busy[most] < _BUSY_PCT:
-        waited = {stage: seconds for stage, seconds in stages.items() if stage not in _DEVICE_STAGES}
-        words = f"the busiest GPU, {most}, worked {busy[most]:.0f}% of the time"
-        if waited:
-            stage = max(waited, key=waited.__getitem__)
-            words += (
-                f"; the largest stage outside the GPUs is {stage} "
-                f"({waited[stage] / sum(stages.values()):.0%} of the time)"
-            )
-        return [f"{words}; use a larger batch or fewer GPUs"]
-    if len(busy) > 1 and busy[least] < _BUSY_PCT / 100 * busy[most]:
-        return [
-            f"{least} worked {busy[least]:.0f}% of the time and {most} {busy[most]:.0f}%; "
-            "look at the split above, and whether others use these GPUs (`dphybrid devices`)"
-        ]
-    return []
+    most, least = (max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)) if busy else ("", "")
+    if busy and busy[most] < _BUSY_PCT:
+        waited = {seconds: stage for stage, seconds in stages.items() if stage not in _DEVICE_STAGES}
+        longest = max(waited, default=0.0)
+        share = longest / (sum(stages.values()) or 1.0)
+        largest = (
+            f"; the largest stage outside the GPUs is {waited[longest]} ({share:.0%} of the time)"
+            if waited
+            else ""
+        )
+        warnings.append(
+            f"the busiest GPU, {most}, worked {busy[most]:.0f}% of the time{largest}; use a larger batch or "
+            "fewer GPUs"
+        )
+    elif busy and busy[least] < _BUSY_PCT / 100 * busy[most]:
+        warnings.append(
+            f"{least} worked {busy[least]:.0f}% of the time and {most} {busy[most]:.0f}%; look at the split "
+            "above, and whether others use these GPUs (`dphybrid devices`)"
+        )
+    return warnings

@@ -17,6 +17,7 @@ from dphybrid.api.training import experiment
 from dphybrid.cli.flags import recipe_of
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame
+from dphybrid.run.folder import RunPage
 from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
@@ -117,6 +118,13 @@ def test_runs_are_listed_newest_first(run: TrainedRun) -> None:
     assert len(dphybrid.runs("kge")) == 0
     with refused("there is no run of that name; did you mean 'first'"):
         found["frist"]
+    page = RunPage.read(newer.folder / "run.json")
+    page.model_copy(update={"config": {**page.config, "recipe": "gone:Gone"}}).write(
+        newer.folder / "run.json"
+    )
+    assert dphybrid.runs("gone:Gone").frame()["recipe"].to_list() == [
+        "gone:Gone"
+    ]  # no code is needed to list
 
 
 def test_a_run_that_has_not_ended_says_so(run: TrainedRun, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import Run, all_runs
 from dphybrid.run.pages import MetricsPage
 from dphybrid.tracking.record import RecordFile, destination
+from dphybrid.util.text import metric_text
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -42,7 +43,7 @@ def test_metrics_and_differing_values_stand_side_by_side(runs: list[Run]) -> Non
     assert rows["devices"].split() == ["devices", "cpu", "cpu*2", "cpu"]
     assert rows["train.lr"].split() == ["train.lr", "0.1", "0.1", "0.2"]
     best = MetricsPage.read(runs[0].folder / "metrics.json").metrics["mse"]
-    assert rows["mse"].split()[1] == f"{best:.4g}"
+    assert rows["mse"].split()[1] == metric_text(best)
     assert command("compare", "--sweep", "s") == said
     assert max(len(line) for table in tables(runs * 3) for line in table.splitlines()) <= 80
     assert len(tables(runs * 3)) > 1

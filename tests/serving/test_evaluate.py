@@ -1,5 +1,6 @@
 """`dphybrid evaluate` and `run.evaluate` against scikit-learn on the run's own predictions."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def test_metrics_are_those_of_the_predictions_and_lie_in_their_intervals(runs: d
     assert found.metrics["log_loss"] == pytest.approx(metrics.log_loss(wanted_B, yes_B), rel=1e-4)
     for name, (low, high) in found.intervals.items():
         assert low < found.metrics[name] < high
+    assert repr(found) == found.text()  # and not its charts
+    tiny = replace(found, metrics={"rmse": 0.00003}, intervals={"rmse": (0.00002, 0.00004)})
+    assert "3e-05   95% from 2e-05 to 4e-05" in tiny.text()
     assert found.thresholds is not None
     half = found.thresholds.filter(pl.col("threshold") == 0.5)
     assert half["precision"].item() == pytest.approx(metrics.precision_score(wanted_B, yes_B >= 0.5))

@@ -45,8 +45,8 @@ class Seen:
     experiment_id: str
     browser: Any
 
-    def open(self, address: str, name: str, wait_for: str) -> Any:
-        page = self.browser.new_page(viewport={"width": 1500, "height": 1100})
+    def open(self, address: str, name: str, wait_for: str, width: int = 1500) -> Any:
+        page = self.browser.new_page(viewport={"width": width, "height": 1100})
         page.goto(address)
         page.get_by_text(wait_for, exact=False).first.wait_for(timeout=WAIT_MS)
         page.wait_for_timeout(1500)  # charts are drawn after their titles
@@ -104,13 +104,28 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         assert words in text, words
 
 
+def test_the_values_of_metrics_stand_on_the_first_screen(seen: Seen) -> None:
+    """Of a toy, and of a table with 40 columns of long names."""
+    names = [f"a column with a long name {n}" for n in range(40)]
+    rows = [",".join([str(n % 2), *(f"value {n * k % 5} of it" for k in range(40))]) for n in range(200)]
+    table = seen.server.folder / "wide.csv"
+    table.write_text("\n".join([",".join(["y", *names]), *rows]))
+    with pytest.MonkeyPatch.context() as patch:
+        own_settings(patch, seen.server.folder / "data", TRACKING_URI=seen.server.uri)
+        wide = run_with("recipe=ctr", f"data.path={table}", "data.label=y", "train.epochs=2", "devices=cpu")
+    for report in (wide, seen.reports[2]):
+        page = seen.open(report.run_url, f"metrics-{report.run_name}", "How batches were split", width=1280)
+        title = page.get_by_text("Value", exact=True).first.bounding_box()
+        assert 0 < title["x"] + title["width"] <= 1280
+
+
 def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     base = seen.reports[2].run_url.partition("?")[0]
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")
     frame = page.frame_locator("iframe").first
     frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
     assert frame.locator("svg").count() == 3  # the loss, the metric and the stages
-    assert frame.locator("table").filter(has_text="split 1 / replica 7 / network.region").count() == 1
+    assert frame.locator("pre").filter(has_text="torch.Size([8, 10]) output size").count() == 1
     for drawing in frame.locator("svg").all():
         left = drawing.bounding_box()["x"]
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut

@@ -92,17 +92,25 @@ def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path
     (tmp_path / "t.csv").write_text("\n".join(lines))
     report = run_with("recipe=ctr", f"data.path={tmp_path / 't.csv'}", "data.label=y", "train.epochs=2")
     text = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert text.splitlines()[0].startswith("### ctr on cpu, batch ")
-    assert text.splitlines()[3].startswith("Validation:  auc ")
-    assert "predictor = dphybrid.load(" in text
-    (repeats,) = re.findall(r"\ndphybrid train .*", text)
-    assert "--train.epochs 2 " in repeats  # behind a long path, and not cut
+    assert [line.partition("**:")[0] for line in text.splitlines()[:4]] == [
+        f"- **{name}" for name in ("What", "Results", "Floor", "Doubts")
+    ]
+    assert "ctr on cpu, batch 32, seed 0; t.csv: 150 rows" in text.replace("\\", "").replace(
+        f"{tmp_path}/", ""
+    )
+    assert f"Validation auc {report.metrics['auc']:.4f}" in text
+    assert f"predictor = dphybrid.load('{report.run_name}')" in text
+    command = text.partition("\ndphybrid train ")[2].partition("\n\n")[0].replace(" \\\n  ", " ")
+    assert "--train.epochs 2 " in f"{command} "
     blocks = text.split("\n```")  # between them, what is no block of code
+    assert all(
+        len(line) <= 80 or str(tmp_path) in line for block in blocks[1::2] for line in block.splitlines()
+    )
     assert "<script>" not in "".join(blocks[::2])
     assert odd in "".join(blocks[1::2])
     page = (data_dir / "runs" / report.run_name / "record" / "Report.html").read_text()
     assert "<script" not in page
-    assert f"auc: {report.metrics['auc']:.4g} at the epoch that is kept" in page
+    assert f"auc: {report.metrics['auc']:.4f} at the epoch that is kept" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` $y^" in page
 
 
@@ -128,7 +136,7 @@ def test_splits_figures_config_and_report_are_artifacts(
     assert {"path": "split_shapes.json", "type": "table"} in json.loads(tags["mlflow.loggedArtifacts"])
     note = tags["mlflow.note.content"]
     assert re.search(
-        r"(?s)Split: .*Time: .*batches were split.*load_model\(.*train --recipe hybrid",
+        r"(?s)What.*Floor.*batches were split.*load_model\(.*train --recipe hybrid",
         note,
     )
 
