@@ -135,9 +135,6 @@ class TableDataConfig(RowFiles):
     """Columns to leave out, separated by commas; a table may lack them."""
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times than this in the training split count as the unknown value."""
-    buckets: int = Field(default=32, ge=0, le=4096)
-    """Quantile buckets per numeric column, each with its own embedding; at most one for each 4,096 training
-    rows. 0: none."""
     valid_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Share of the rows in the validation split."""
     split: Literal["random", "time", "key", "named"] = "random"

@@ -38,10 +38,10 @@ from dphybrid.util.pages import Page
 S = TypeVar("S")
 T = TypeVar("T")
 
-PREPARED_VERSION = 21
+PREPARED_VERSION = 22
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
 so that folders prepared before are not used."""
-ENCODER_VERSION = 12
+ENCODER_VERSION = 13
 """Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
 another; checkpoints with an older one are then refused."""
 

@@ -23,7 +23,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 import dphybrid
 from tests.refusing import refused
 
-VALUES = {"epochs": 1, "batch_size": 64, "model": {"dim": 4, "hidden": 8}, "buckets": 4}
+VALUES = {"epochs": 1, "batch_size": 64, "model": {"dim": 4, "hidden": 8}}
 ALL = bool(os.environ.get("DPHYBRID_TEST_ALL_CHECKS"))
 """Each fit is a training: the other checks take a minute."""
 SHORT = (
@@ -105,7 +105,7 @@ def test_several_classes_and_weights(data_dir: Path) -> None:
 def test_a_regressor_gives_numbers_in_the_labels_units(data_dir: Path) -> None:
     rows, _ = table()
     number = 1000 + 10 * rows["price"] + 50 * (rows["shop"] == "tea").cast(pl.Int64)
-    values = VALUES | {"epochs": 8, "batch_size": 32, "table__lr": 0.1, "lr": 0.02, "buckets": 8}
+    values = VALUES | {"epochs": 8, "batch_size": 32, "table__lr": 0.1, "lr": 0.02}
     model = dphybrid.HybridRegressor(devices="cpu", **values).fit(rows, number)
     assert model.predict(rows).dtype == np.float64
     assert model.score(rows.to_pandas(), number) > 0.9

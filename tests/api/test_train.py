@@ -22,7 +22,7 @@ from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
 
-SMALL = {"epochs": 3, "batch_size": 32, "table": {"lr": 0.1}, "train": {"lr": 0.02}, "buckets": 4}
+SMALL = {"epochs": 3, "batch_size": 32, "table": {"lr": 0.1}, "train": {"lr": 0.02}}
 SMALL["model"] = {"dim": 4, "hidden": 16}
 
 
@@ -64,7 +64,7 @@ def test_an_unrecorded_run_does_not_decide_the_next_ones_recipe(run: TrainedRun)
 def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> None:
     visits().write_parquet(tmp_path / "visits.parquet")
     flags = [f"data.path={tmp_path / 'visits.parquet'}", "data.label=clicked", "devices=cpu*2"]
-    flags += ["train.epochs=3", "train.batch_size=32", "table.lr=0.1", "train.lr=0.02", "data.buckets=4"]
+    flags += ["train.epochs=3", "train.batch_size=32", "table.lr=0.1", "train.lr=0.02"]
     report = run_with(*flags, "model.dim=4", "model.hidden=16")
     assert report.digests == run.report().values.digests | {"data": report.digests["data"]}
     assert report.metrics == run.metrics

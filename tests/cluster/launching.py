@@ -40,7 +40,7 @@ BASE = [
     "table.optimizer=adagrad",
     "table.lr=0.1",
 ]
-SMALL = ["model.dim=8", "model.hidden=16", "model.dropout=0", "data.label=clicked", "data.buckets=4"]
+SMALL = ["model.dim=8", "model.hidden=16", "model.dropout=0", "data.label=clicked"]
 
 
 def write_clicks(path: Path, rows: int = 630) -> Path:

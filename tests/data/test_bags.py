@@ -125,7 +125,6 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
     assert prepared.manifest.facts["unseen"] == {"tags": 0.5}
-    assert prepared.manifest.facts["left_out"] == {"column tags": 3}
     assert "tags: 3 cells hold more than 3 items; only the first 3 are used (max_items" in prepared.describe()
     schema.write_text(text + "hash_buckets = 4\nmin_count = 100\n")
     hashed = made(tmp_path, rows, **told)

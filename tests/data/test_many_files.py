@@ -152,14 +152,14 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
     assert same(first, again)
     schema = tmp_path / "schema.toml"
     schema.write_text(
-        'label = "y"\n[columns.n]\nscale = "log"\nbuckets = 3\n[columns.word]\nmin_count = 40\n'
+        'label = "y"\n[columns.n]\nscale = "log"\n[columns.word]\nmin_count = 40\n'
         "[columns.user_id]\nhash_buckets = 4\nmin_count = 999\n"
         '[columns.day]\nrole = "ignore"\n'
     )
     prepared = ctr(tmp_path, file, label=None, schema_file=str(schema))
-    assert {c["name"]: c["num_ids"] for c in prepared.info["columns"]} == {"n": 4, "word": 4, "user_id": 6}
+    assert {c["name"]: c["num_ids"] for c in prepared.info["columns"]} == {"word": 4, "user_id": 6}
     flagged = ctr(tmp_path, file, label=None, schema_file=str(schema), ignore=("user_id",))
-    assert [c["name"] for c in flagged.info["columns"]] == ["n", "word"]
+    assert [c["name"] for c in flagged.info["columns"]] == ["word"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
         ("label = ", ["cannot be read"]),
         ("[columns.n]\nrole = 'number'", ["columns.n.role = 'number'", "numeric"]),
         ("[columns.n]\ntops = 3", ["columns.n.tops = 3"]),
-        ("[columns.nn]\nbuckets = 3", ["'nn'", "did you mean 'n'"]),
+        ("[columns.nn]\nmin_count = 3", ["'nn'", "did you mean 'n'"]),
         ("a = " + "[" * 50_000, ["data.schema_file=", "cannot be read"]),
         (None, ["data.schema_file=/dev/zero", "cannot be read"]),
         *(

@@ -52,17 +52,17 @@ def test_the_same_bytes_give_the_same_digest_wherever_they_lie(tmp_path: Path) -
 
 
 def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> None:
-    prepared = ctr(tmp_path, CLICKS, buckets=4, min_count=1)
-    roles = {"age": "buckets", "city": "categorical", "job": "categorical"}
+    prepared = ctr(tmp_path, CLICKS, min_count=1)
+    roles = {"city": "categorical", "job": "categorical"}
     assert {column["name"]: column["role"] for column in prepared.info["columns"]} == roles
-    assert (prepared.manifest.facts["classes"], prepared.info["num_dense"]) == (["no", "yes"], 1)
+    assert (prepared.info["label"]["classes"], prepared.info["num_dense"]) == (["no", "yes"], 1)
     arrays = prepared.arrays
     train, valid = arrays["train_rows"], arrays["valid_rows"]
     assert (len(train), len(valid), len(np.intersect1d(train, valid))) == (160, 40, 0)
     assert arrays["labels_B"].sum() == 40
     assert arrays["dense_BN"][train].mean() == pytest.approx(0, abs=1e-6)
     assert arrays["dense_BN"][train].std() == pytest.approx(1, abs=1e-5)
-    job_ids = arrays["ids_BF"][:, 2]
+    job_ids = arrays["ids_BF"][:, 1]
     assert job_ids.tolist()[:4] == [0, 2, 0, 2]  # "?" means missing
     for column, size in enumerate(prepared.info["num_ids"]):
         assert arrays["ids_BF"][:, column].max() < size
@@ -148,7 +148,7 @@ def test_words_and_punctuation_are_tokens() -> None:
 def test_real_files_are_read(tmp_path: Path) -> None:
     adult = from_file(tmp_path / "x", path=str(SHARED / "data/adult/adult.data"), label="14")
     assert len(adult.manifest.facts["columns"]) == 14
-    assert adult.manifest.facts["classes"] == ["<=50K", ">50K"]
+    assert adult.info["label"]["classes"] == ["<=50K", ">50K"]
     assert adult.info["num_dense"] == 6
     criteo = from_file(tmp_path / "x", path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label")
     assert [c["role"] for c in criteo.manifest.facts["columns"]] == ["numeric"] * 13 + ["categorical"] * 26

@@ -61,7 +61,7 @@ def config(days: Path, name: str, how: str) -> ExperimentConfig:
             {
                 "recipe": "ctr",
                 "devices": "cpu",
-                "data": {"path": str(days), "label": "buys", "valid_fraction": 0.4, "buckets": 4},
+                "data": {"path": str(days), "label": "buys", "valid_fraction": 0.4},
                 "model": {"dim": 4, "hidden": 8, "layers": 1, "dropout": 0.0},
                 "table": {"lr": {POOR: 1e-6, FAIR: 0.01, GOOD: 0.1}[how]},
                 "train": {"epochs": ROUNDS[how], "batch_size": 50, "seed": 1},

@@ -77,7 +77,7 @@ def test_a_run_goes_with_what_only_it_needs(rows: None, data_dir: Path) -> None:
     assert framed.name not in command("runs")
     assert Path("rows.csv").exists()
     command(
-        "prepare", "--recipe", "ctr", "--data.path", "rows.csv", "--data.label", "y", "--data.buckets", "3"
+        "prepare", "--recipe", "ctr", "--data.path", "rows.csv", "--data.label", "y", "--data.min-count", "3"
     )
     long_ago(new := max((data_dir / "prepared").iterdir(), key=lambda path: path.stat().st_mtime))
     command("runs", "remove", "--older-than", "0", "--yes")

@@ -47,7 +47,7 @@ def retrained(days: Path, label: str, min_gain: float = 0.0) -> Decision:
         {
             "recipe": "ctr",
             "devices": "cpu*2",
-            "data": {"path": str(days), "label": label, "ignore": [other], "buckets": 4},
+            "data": {"path": str(days), "label": label, "ignore": [other]},
             "model": {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0},
             "table": {"lr": 0.2},
             "train": {"epochs": 2, "batch_size": 50, "lr": 0.02},

@@ -113,7 +113,7 @@ def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorde
         price=pl.when(pl.int_range(900) % 11 != 0).then("price"), clicked=pl.col("price").is_between(4, 8)
     )
     frame.write_csv(tmp_path / "clicks.csv")
-    values = ["recipe=ctr", f"data.path={tmp_path}/clicks.csv", "data.label=clicked", "data.buckets=2"]
+    values = ["recipe=ctr", f"data.path={tmp_path}/clicks.csv", "data.label=clicked"]
     values += ["data.numeric=one", "model.hidden=16", "model.dim=4", "model.bins=6", "devices=cpu*2"]
     values += ["train.schedule=constant"]
     whole = run_with(*values, "train.epochs=2", run_name="whole")

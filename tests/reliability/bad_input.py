@@ -12,7 +12,6 @@ lr = 0.01
 SCHEMA = b"""label = "clicked"
 [columns.age]
 role = "numeric"
-buckets = 4
 [columns.city]
 role = "categorical"
 min_count = 2
@@ -54,7 +53,7 @@ OVERRIDES = [
     "model.factory=os:system",
     "model.dim=1e99",
     "data.label=absent",
-    "data.buckets=-1",
+    "data.min_count=0",
 ]
 
 

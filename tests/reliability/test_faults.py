@@ -33,7 +33,6 @@ OPTIONS = [
     "recipe=ctr",
     f"data.path={CLICKS}",
     "data.label=clicked",
-    "data.buckets=4",
     "model.dim=2",
     "model.hidden=4",
     "model.layers=1",
@@ -46,8 +45,9 @@ OPTIONS = [
 ]
 
 CHANGED_ROWS = [
-    *[text for text in OPTIONS if not text.startswith(("data.buckets", "train.batch", "checkpoint."))],
-    "data.buckets=400",
+    *[text for text in OPTIONS if not text.startswith(("train.batch", "checkpoint."))],
+    "data.categorical=age",
+    "data.min_count=1",
     "train.batch_size=6",
     "checkpoint.every_steps=3",
     "checkpoint.full_every=4",

@@ -34,7 +34,7 @@ gc.freeze()  # or each forked process looks at all of them
 
 SMALL = ["train.epochs=2", "train.log_every=2", "train.patience=0"]
 SMALL += ["checkpoint.keep_last=1", "checkpoint.every_steps=2"]
-TABLE = ["recipe=ctr", "data.label=clicked", "data.buckets=4", "model.dim=2", "model.hidden=4"]
+TABLE = ["recipe=ctr", "data.label=clicked", "model.dim=2", "model.hidden=4"]
 TABLE += ["model.layers=1", "train.batch_size=16"]
 RUNS = {
     "ctr, cpu*2": [*TABLE, *SMALL, "data.path={folder}/clicks.csv", "devices=cpu*2"],

@@ -240,7 +240,8 @@ def test_a_disk_without_links_gets_copies_and_a_full_memory_or_a_folder_that_is_
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
 
 
-OPTIONS = ["recipe=ctr", f"data.path={CLICKS}", "data.label=clicked", "data.buckets=400", "devices=cpu*2"]
+OPTIONS = ["recipe=ctr", f"data.path={CLICKS}", "data.label=clicked", "data.categorical=age"]
+OPTIONS += ["data.min_count=1", "devices=cpu*2"]
 OPTIONS += ["model.dim=2", "model.hidden=4", "model.layers=1", "train.batch_size=4", "train.epochs=2"]
 OPTIONS += ["train.clip_norm=0", "table.optimizer=adagrad", "checkpoint.full_every=100"]
 OPTIONS += ["checkpoint.keep_every=1", "checkpoint.every_steps=3"]

@@ -28,7 +28,7 @@ from tests.refusing import refused
 KINDS = ["red", "green", "blue"]
 MODEL = {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0}
 VALUES: dict[str, Any] = {"devices": "cpu", "tracking": "none", "quiet": True, "epochs": 5, "batch_size": 32}
-VALUES |= {"buckets": 8, "model": MODEL, "table": {"lr": 0.1}, "train": {"lr": 0.02}}
+VALUES |= {"model": MODEL, "table": {"lr": 0.1}, "train": {"lr": 0.02}}
 
 
 def rows(num_rows: int = 600) -> pl.DataFrame:

@@ -60,16 +60,14 @@ def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
 
 @pytest.mark.parametrize("train", [{}, {"epochs": 1}])
 def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(train: dict[str, Any]) -> None:
-    columns = [{"name": "shop", "role": "categorical"}, {"name": "age", "role": "buckets"}]
-    recipe, info = find_recipe("ctr"), {"num_ids": [50_000, 7], "columns": columns}
+    recipe, info = find_recipe("ctr"), {"num_ids": [50_000, 7]}
     config = build_config({"recipe": "ctr", "train": train})
     found, lines = recipe.sized(config, 160_000, info)
     assert (found.train.batch_size, found.train.epochs) == (512, 1)
     assert (found.table.optimizer, found.model.unknown) == ("adagrad", 0.02)
-    assert (found.model.numbers, found.model.dropout) == ("squashed", 0)
+    assert (found.model.numbers, found.model.dropout) == ("embedded", 0)
     why = "one pass over 160,000 training rows, with a column of 50,000 values"
     assert {f"table.optimizer=adagrad: {why}", f"model.dropout=0.0: {why}"} <= {*lines}
-    assert recipe.sized(config, 160_000, {"num_ids": [50_000]})[0].model.numbers == "embedded"  # no buckets
     assert found.table.lr == pytest.approx(80 * found.train.lr)
     assert recipe.sized(found, 160_000, info) == (found, [])
     assert recipe.sized(config, 1_600_000, info)[0].train.batch_size == 2048

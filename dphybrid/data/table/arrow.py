@@ -46,36 +46,31 @@ class _Table:
 
 
 def facts_of(file: Path, kind: str) -> tuple[list[str], list[str]]:
-    """Return the columns that are dictionaries, and those that are the index of a pandas frame. kind: parquet
-    or arrow. Both are empty for files of other writers."""
+    """Return the columns that are dictionaries, and those that are the index of a pandas frame. kind:
+    parquet, arrow or arrow stream. Both are empty for files of other writers."""
     try:
         schema = _schema(file, kind)
-        if schema is None:
-            return [], []
         declared = [field.text(_NAME) for field in schema.tables(_FIELDS) if field.place(_DICTIONARY)]
         pages = {each.text(_KEY): each.text(_VALUE) for each in schema.tables(_METADATA)}
         page = json.loads(pages.get("pandas", "{}"))
         return declared, [name for name in page.get("index_columns", ()) if isinstance(name, str)]
-    except (ValueError, IndexError, AttributeError, struct.error):  # metadata of another form
+    except (LookupError, ValueError, AttributeError, struct.error):  # none, or metadata of another form
         return [], []
 
 
-def _schema(file: Path, kind: str) -> _Table | None:
+def _schema(file: Path, kind: str) -> _Table:
+    """Return the schema: that of a footer, or of a Message that follows a mark and its length."""
     if kind == "parquet":
-        text = pl.read_parquet_metadata(file).get("ARROW:schema")
-        if text is None:
-            return None
-        message = base64.b64decode(text)
-        # Behind a mark and the length, or the length alone; a Message whose header is the schema.
-        message = message[8:] if message[:4] == b"\xff\xff\xff\xff" else message[4:]
-        root = _Table(message, struct.unpack_from("<I", message)[0])
-        place = root.place(2)
-        return _Table(message, place) if place else None
-    with file.open("rb") as stream:
-        stream.seek(-10, SEEK_END)
-        size = int.from_bytes(stream.read(4), "little")
-        stream.seek(-10 - size, SEEK_END)
-        footer = stream.read(size)
-    root = _Table(footer, struct.unpack_from("<I", footer)[0])
-    place = root.place(1)
-    return _Table(footer, place) if place else None
+        page = base64.b64decode(pl.read_parquet_metadata(file)["ARROW:schema"])
+        page = page.removeprefix(b"\xff\xff\xff\xff")[4:]
+    else:
+        with file.open("rb") as stream:
+            if kind == "arrow stream":
+                page = stream.read(int.from_bytes(stream.read(8)[4:], "little"))
+            else:
+                stream.seek(-10, SEEK_END)
+                size = int.from_bytes(stream.read(4), "little")
+                stream.seek(-10 - size, SEEK_END)
+                page = stream.read(size)
+    root = _Table(page, struct.unpack_from("<I", page)[0])
+    return _Table(page, root.place(1 if kind == "arrow" else 2))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import gettempdir
-from typing import IO, Any, cast
+from typing import Any
 
 import polars as pl
 
@@ -45,6 +45,8 @@ _TYPES = ("BIGINT", "DOUBLE", "DATE", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE")
 """Types that are taken from DuckDB. Other ones are text: it reads yes and no as flags, and writes integers
 beyond 64 bits as fractions."""
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_AS_TEXTS = {"nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True, "null_padding": True}
+"""Options with which every cell is a text."""
 
 
 @dataclass
@@ -70,10 +72,6 @@ class Dialect:
     types: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
-    @property
-    def header(self) -> bool:
-        return bool(self.options["header"])
-
 
 def _connect() -> Any:
     """Return a connection to a database in memory, which loads nothing from the network."""
@@ -82,26 +80,20 @@ def _connect() -> Any:
     return duckdb.connect(config={"autoinstall_known_extensions": False, "temp_directory": gettempdir()})
 
 
-def packing_of(file: Path) -> str:
+def _packing_of(file: Path) -> str:
     """Return how a text file is packed: gzip, zstd or none."""
     with file.open("rb") as stream:
         head = stream.read(4)
     return next((name for sign, name in _PACKED.items() if head.startswith(sign)), "none")
 
 
-def open_text(file: Path) -> IO[bytes]:
-    """Open a text file, unpacked."""
-    packing = packing_of(file)
-    if packing == "none":
-        return file.open("rb")
-    return cast(IO[bytes], gzip.open(file) if packing == "gzip" else zstd.open(file))
-
-
-def head_of(file: Path) -> bytes:
-    """Return the first bytes of a text file, unpacked. Raises UserError if it cannot be unpacked."""
+def head_of(file: Path, size: int = _HEAD) -> bytes:
+    """Return the first bytes of a text file, unpacked; all of them for size -1. Raises UserError if it cannot
+    be unpacked."""
+    opened = {"none": Path.open, "gzip": gzip.open, "zstd": zstd.open}[_packing_of(file)]
     try:
-        with open_text(file) as stream:
-            return stream.read(_HEAD)
+        with opened(file, "rb") as stream:
+            return bytes(stream.read(size))
     except (OSError, EOFError, zstd.ZstdError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -110,37 +102,31 @@ def head_of(file: Path) -> bytes:
 
 def _unpackable(file: Path, error: object) -> UserError:
     return UserError(
-        f"data.path={file}: is not a complete {packing_of(file)} file: {error}; compress it again, or "
+        f"data.path={file}: is not a complete {_packing_of(file)} file: {error}; compress it again, or "
         "give it uncompressed"
     )
 
 
-def encoding_of(head: bytes, data: Any) -> str:
-    """Return the encoding of a text with these first bytes, as `data.encoding` says or its mark does."""
-    if data.encoding != "auto":
-        return str(data.encoding)
+def _encoding_of(head: bytes, given: str) -> str:
+    """Return the encoding of a text with these first bytes, as `data.encoding` gives it or its mark does."""
+    if given != "auto":
+        return given
     return "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
 
 
 def read_text(file: Path, encoding: str) -> str:
     """Return the whole text of a file. Raises UserError if it cannot be unpacked or decoded."""
+    raw = head_of(file, -1)
+    encoding = _encoding_of(raw, encoding)
     try:
-        with open_text(file) as stream:
-            raw = stream.read()
-        known = encoding
-        if encoding == "auto":
-            known = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        return raw.decode(known).replace("\r\n", "\n").replace("\r", "\n")
+        text = raw.decode("utf-8-sig" if encoding == "utf-8" else encoding)
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(
-            f"data.path={file}: is not {known.removesuffix('-sig').upper()} text (line {line}); set "
-            "data.encoding=latin-1 or utf-16, or save it as UTF-8"
+            f"data.path={file}: is not {encoding.upper()} text (line {line}); set data.encoding=latin-1 or "
+            "utf-16, or save it as UTF-8"
         ) from error
-    except (OSError, EOFError, zstd.ZstdError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise _unpackable(file, error) from error
 
 
 def read_csv(
@@ -150,23 +136,24 @@ def read_csv(
     as_text: cells are not typed, as an encoder types those of new files. Raises UserError."""
     import duckdb
 
-    file = files[0]
+    dialects = [dialect_of(file, data, named, as_text) for file in files]
+    types, file = _joined(dialects), files[0]
     try:
         with _connect() as connection:
-            dialects = [dialect_of(file, data, named, as_text) for file in files]
-            types = _joined(dialects)
             while True:
                 parts, misfits = list[Part](), dict[str, int]()
                 for number, (file, dialect) in enumerate(zip(files, dialects, strict=True)):
-                    own = replace(dialect, types=tuple(types[name] for name in dialect.names))
                     target = scratch / f"rows-{number:05d}.parquet"
+                    own = replace(dialect, types=tuple(types[name] for name in dialect.names))
                     parts.append(_copied(connection, file, target, own, misfits))
                 # The first rows gave the types. They hold if nearly all other cells fit, too.
                 num_rows = sum(part.size + len(part.bad) for part in parts)
                 wrong = {name for name, count in misfits.items() if count > data.max_rejected * num_rows}
                 wrong |= {name for part in parts for name in _doubtful(part.frame, types)}
                 if not wrong:
-                    return [_settled(p, d, types) for p, d in zip(parts, dialects, strict=True)]
+                    for part, dialect in zip(parts, dialects, strict=True):
+                        _settle(part, dialect, types)
+                    return parts
                 types |= {name: "WHOLE" if types[name] == "BIGINT" else "VARCHAR" for name in wrong}
     except duckdb.Error as error:
         raise _unreadable(file, data, error) from error
@@ -178,10 +165,10 @@ def _unreadable(file: Path, data: RowFiles, error: Exception) -> Exception:
         return OSError(errno.ENOSPC, why, str(file))
     if "utf-8" in why.lower() or "unicode" in why.lower():
         return UserError(
-            f"data.path={file}: is not {encoding_of(head_of(file), data).upper()} text; set data.encoding, "
-            "such as latin-1 or utf-16, or save it as UTF-8"
+            f"data.path={file}: is not {_encoding_of(head_of(file), data.encoding).upper()} text; set "
+            "data.encoding, such as latin-1 or utf-16, or save it as UTF-8"
         )
-    if packing_of(file) != "none" and re.search(r"gzip|zstd|compress|decode|miniz", why, re.IGNORECASE):
+    if _packing_of(file) != "none" and re.search(r"gzip|zstd|compress|decode|miniz", why, re.IGNORECASE):
         return _unpackable(file, why.split("\n")[0])
     return UserError(
         f"data.path={file}: cannot be read: {why.split(chr(10))[0]}; set data.delimiter, data.quote or "
@@ -196,29 +183,25 @@ def dialect_of(file: Path, data: RowFiles, named: Sequence[str], as_text: bool =
     stat = file.stat()
     try:
         # Commands check their data before they import torch, and soon prepare it.
-        return _dialect(file, (stat.st_size, stat.st_mtime_ns), data, tuple(named), as_text)
+        return _sniff(file, (stat.st_size, stat.st_mtime_ns), data, tuple(named), as_text)
     except duckdb.Error as error:
         raise _unreadable(file, data, error) from error
 
 
 @lru_cache(maxsize=64)
-def _dialect(
+def _sniff(
     file: Path, _stamp: tuple[int, int], data: RowFiles, named: tuple[str, ...], as_text: bool
 ) -> Dialect:
-    with _connect() as connection:
-        return _sniff(connection, file, data, named, as_text)
-
-
-def _sniff(connection: Any, file: Path, data: RowFiles, named: Sequence[str], as_text: bool) -> Dialect:
-    """Return how a file is written, and the types of its columns by the first rows."""
     head = head_of(file)
-    encoding = encoding_of(head, data)
     if not head.strip(b"\xef\xbb\xbf \t\r\n"):
         raise UserError(f"data.path={file}: is empty; give a file with rows")
     given: dict[str, Any] = {
-        "compression": packing_of(file),
-        "encoding": encoding,
+        "compression": _packing_of(file),
+        "encoding": _encoding_of(head, data.encoding),
         "hive_partitioning": False,
+        "decimal_separator": "." if data.decimal == "auto" else data.decimal,
+        # Cells may have a blank before them.
+        "nullstr": ["", *data.no_value, *(f" {text}" for text in data.no_value)],
     }
     if data.delimiter != "auto":
         given["delim"] = data.delimiter
@@ -228,32 +211,35 @@ def _sniff(connection: Any, file: Path, data: RowFiles, named: Sequence[str], as
         given |= {"dateformat": data.dateformat, "timestampformat": data.dateformat}
     if data.header != "auto":
         given["header"] = data.header == "yes"
-    # Cells may have a blank before them.
-    given["nullstr"] = ["", *data.no_value, *(f" {text}" for text in data.no_value)]
-    mark = "." if data.decimal == "auto" else data.decimal
-    found, columns = _sniffed(connection, file, given | {"decimal_separator": mark})
-    raw = _first_row(connection, file, found, len(columns))
-    if "header" not in given and _is_header(raw, bool(found["header"]), named, as_text) != found["header"]:
-        given["header"] = not found["header"]
-        found, columns = _sniffed(connection, file, given | {"decimal_separator": mark})
-    if data.quote == "auto" and not found["quote"] and b'"' not in head:
-        found |= {"quote": '"', "escape": '"'}  # of which the first rows have none
-    # With another separator than the comma, decimals may have one: if more columns are numbers then.
-    if data.decimal == "auto" and not as_text and found["delim"] != "," and "VARCHAR" in columns:
-        other = _sniffed(connection, file, {**given, **found, "decimal_separator": ","})
-        if other[1].count("DOUBLE") > columns.count("DOUBLE"):
-            found, columns = {**found, "decimal_separator": ","}, other[1]
-    names = _names(file, raw, named) if found["header"] else tuple(map(str, range(len(columns))))
-    if as_text:
-        columns = ["VARCHAR"] * len(columns)
+    with _connect() as connection:
+        found, columns = _sniffed(connection, file, given)
+        rows = _texts(connection, file, found, len(columns), 1 if as_text else _SNIFFED)
+        first = [(text or "").strip().removeprefix("\ufeff") for text in rows.row(0)] if len(rows) else []
+        is_header = data.header == "yes" or (
+            data.header == "auto" and _is_header(first, bool(found["header"]), named, as_text)
+        )
+        if is_header != found["header"]:
+            found, columns = _sniffed(connection, file, given | {"header": is_header})
+        if data.quote == "auto" and not found["quote"] and b'"' not in head:
+            found |= {"quote": '"', "escape": '"'}  # of which the first rows have none
+        # With another separator than the comma, decimals may have one: if more columns are numbers then.
+        if data.decimal == "auto" and not as_text and found["delim"] != "," and "VARCHAR" in columns:
+            other = _sniffed(connection, file, {**given, **found, "decimal_separator": ","})
+            if other[1].count("DOUBLE") > columns.count("DOUBLE"):
+                found, columns = {**found, "decimal_separator": ","}, other[1]
+    names = _names(file, first, named) if is_header else tuple(map(str, range(len(columns))))
     # As ids, 007 and 7 differ, which only texts tell.
-    columns = [
+    types = [
         "WHOLE" if kind == "BIGINT" and NAMES_AN_ID.search(name) else kind
         for name, kind in zip(names, columns, strict=True)
     ]
     notes = _unusual(found, names)
-    notes += [] if as_text else _words(connection, file, found, names, columns, data)
-    return Dialect(found, names, tuple(columns), tuple(notes))
+    if as_text:
+        types = ["VARCHAR"] * len(types)
+    else:
+        texts = [place for place, kind in enumerate(types) if kind == "VARCHAR"]
+        notes += _words(rows.slice(is_header), texts, names, data.no_value)
+    return Dialect(found, names, tuple(types), tuple(notes))
 
 
 def _sniffed(connection: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -273,8 +259,8 @@ def _sniffed(connection: Any, file: Path, given: Mapping[str, Any]) -> tuple[dic
         # Such as line ends of two kinds.
         return _sniffed(connection, file, {**given, "strict_mode": False})
     delimiter, quote, escape, skip, header, columns, dates, times = found
-    options = dict(given) | {"delim": delimiter, "quote": _sign(quote), "escape": _sign(escape)}
-    options |= {"skip": skip, "header": header}
+    quote, escape = ("" if sign in ("(empty)", "\0") else sign for sign in (quote, escape))
+    options = {**given, "delim": delimiter, "quote": quote, "escape": escape, "skip": skip, "header": header}
     options["nullstr"] = [text for text in given["nullstr"] if delimiter not in text]
     types = [column["type"] if column["type"] in _TYPES else "VARCHAR" for column in columns]
     for kind, option, form in (("DATE", "dateformat", dates), ("TIMESTAMP", "timestampformat", times)):
@@ -285,39 +271,25 @@ def _sniffed(connection: Any, file: Path, given: Mapping[str, Any]) -> tuple[dic
     return options, types
 
 
-def _first_row(connection: Any, file: Path, options: Mapping[str, Any], width: int) -> list[str]:
-    """Return the cells of the first row, which may be the header."""
+def _texts(connection: Any, file: Path, options: Mapping[str, Any], width: int, most: int) -> pl.DataFrame:
+    """Return the first rows as texts, the header among them."""
     columns = {f"c{i}": "VARCHAR" for i in range(width)}
-    more = {"header": False, "nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True}
-    more |= {"null_padding": True, "parallel": False, "columns": columns}
-    arguments = _arguments({**options, **more})
-    row = connection.execute(f"SELECT * FROM read_csv({_path(file)}, {arguments}) LIMIT 1").fetchone()  # noqa: S608 - values are quoted
-    return [(text or "").strip().removeprefix("\ufeff") for text in row or [""] * width]
+    arguments = _arguments({**options, **_AS_TEXTS, "header": False, "parallel": False, "columns": columns})
+    query = f"SELECT * FROM read_csv({_path(file)}, {arguments}) LIMIT {most}"  # noqa: S608 - values are quoted
+    return pl.DataFrame(connection.cursor().sql(query))
 
 
 def _words(
-    connection: Any,
-    file: Path,
-    options: Mapping[str, Any],
-    names: Sequence[str],
-    types: Sequence[str],
-    data: RowFiles,
+    rows: pl.DataFrame, texts: Sequence[int], names: Sequence[str], no_value: Sequence[str]
 ) -> list[str]:
     """Return what is to say of words that count as no value in columns of texts, such as the country NA. By
     the first rows, as DuckDB drops these words."""
-    words = [word for word in data.no_value if word[:1].isalpha()]
-    texts = [place for place, kind in enumerate(types) if kind == "VARCHAR"]
-    if not (words and texts):
-        return []
-    columns = {f"c{place}": "VARCHAR" for place in range(len(types))}
-    more = {"nullstr": "\x01\x02", "auto_detect": False, "ignore_errors": True, "columns": columns}
-    scan = f"SELECT * FROM read_csv({_path(file)}, {_arguments({**options, **more})}) LIMIT {_SNIFFED}"  # noqa: S608 - values are quoted
-    counts = ", ".join(f"count_if(trim(c{place}) IN ({', '.join(map(_sql, words))}))" for place in texts)
-    found = connection.execute(f"SELECT {counts}, count(*) FROM ({scan})").fetchone()  # noqa: S608 - values are quoted
-    among = "" if found[-1] < _SNIFFED else f" in the first {_SNIFFED:,} rows"
+    words = [word for word in no_value if word[:1].isalpha()]
+    among = "" if len(rows) < _SNIFFED - 1 else f" in the first {_SNIFFED:,} rows"
+    counts = {names[place]: rows.to_series(place).str.strip_chars().is_in(words).sum() for place in texts}
     return [
-        f"{names[place]}: {count:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
-        for place, count in zip(texts, found[:-1], strict=True)
+        f"{name}: {count:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
+        for name, count in counts.items()
         if count
     ]
 
@@ -386,9 +358,8 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
     # as 9.
     read_as = {"BIGINT": "DOUBLE", "WHOLE": "VARCHAR"}
     columns = {f"c{i}": read_as.get(kind, kind) for i, kind in enumerate(dialect.types)}
-    texts = [name for name, kind in columns.items() if kind == "VARCHAR"]
     more = {"auto_detect": False, "columns": columns, "store_rejects": True, "rejects_limit": 0}
-    cells = ", ".join(f"nullif(trim({n}), '') AS {n}" if n in texts else n for n in columns)
+    cells = ", ".join(f"nullif(trim({n}), '') AS {n}" if t == "VARCHAR" else n for n, t in columns.items())
     query = f"SELECT {cells} FROM read_csv({_path(file)}, {_arguments({**dialect.options, **more})})"  # noqa: S608 - values are quoted
     if file.stat().st_size < _SMALL and dialect.options["compression"] == "none":
         # In memory once, as writing Parquet takes as much time as reading.
@@ -396,22 +367,23 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
         frame = pl.DataFrame(connection.sql(query))
         with writing(target):
             frame.write_ipc(target, compression="uncompressed")
+        rows = pl.scan_ipc(target, glob=False)
     else:
         form = f"FORMAT parquet, ROW_GROUP_SIZE {_ROW_GROUP}"
         connection.execute(f"COPY ({query}) TO {_sql(str(target))} ({form})")
-    numbered = dict(zip(columns, dialect.names, strict=True))
+        rows = pl.scan_parquet(target, glob=False)
     # A wrong number of cells first: it explains those that do not fit.
     errors = connection.execute(
         "SELECT line, column_name, error_type, error_message, csv_line FROM reject_errors "
         "ORDER BY line, error_type = 'CAST', column_idx"
     ).fetchall()
     connection.execute("DROP TABLE reject_errors; DROP TABLE reject_scans")
-    bad = dict[int, tuple[int, str, str]]()
+    names, bad = dict(zip(columns, dialect.names, strict=True)), dict[int, tuple[int, str, str]]()
     for line, column, kind, message, text in errors:
-        name = numbered.get(column, "")
         if kind == "CAST":
+            name = names.get(column, "")
             misfits[name] = misfits.get(name, 0) + 1
-        why = message.split("\n")[0].replace(f'"{column}"', repr(name))
+        why = message.split("\n")[0].replace(f'"{column}"', repr(names.get(column, "")))
         if not (text or "x").strip():
             continue  # a line of blanks
         if count := re.fullmatch(r"Expected Number of Columns: (\d+) Found: (\d+)", why):
@@ -421,53 +393,39 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
         if "unicode" in why.lower():
             why = f"not {dialect.options['encoding'].upper()} text; set data.encoding, or save it as UTF-8"
         bad.setdefault(line, (line, why, (text or "")[:_SHOWN]))
-    is_arrow = target.suffix == ".arrow"
-    rows = pl.scan_ipc(target, glob=False) if is_arrow else pl.scan_parquet(target, glob=False)
-    size = int(rows.select(pl.len()).collect().item())
-    first = 1 + int(dialect.options["skip"]) + dialect.header
-    return Part(
-        rows.rename(numbered), size, first, list(bad.values()), list(dialect.notes), {}, dialect.header
-    )
+    size, header = int(rows.select(pl.len()).collect().item()), bool(dialect.options["header"])
+    first = 1 + int(dialect.options["skip"]) + header
+    return Part(rows.rename(names), size, first, [*bad.values()], list(dialect.notes), {}, header)
 
 
 def _doubtful(frame: pl.LazyFrame, types: Mapping[str, str]) -> list[str]:
     """Return the columns of whole numbers that floats do not keep exact, and those of times before the year
     1000, which are other texts."""
-    names = frame.collect_schema().names()
-    whole = [name for name in names if types[name] == "BIGINT"]
-    times = [name for name in names if types[name] in ("DATE", "TIMESTAMP")]
-    ends = [
-        pl.nth(names.index(n)).abs().max().alias(f"{i}") for i, n in enumerate(whole + times) if n in whole
-    ]
-    ends += [pl.nth(names.index(n)).min().dt.year().alias(f"y{i}") for i, n in enumerate(times)]
-    if not ends:
+    tests = {}
+    for place, name in enumerate(frame.collect_schema()):
+        if types[name] == "BIGINT":
+            tests[name] = pl.nth(place).abs().max() > EXACT
+        elif types[name] in ("DATE", "TIMESTAMP"):
+            tests[name] = pl.nth(place).min().dt.year() < 1000
+    if not tests:
         return []
-    found = frame.select(ends).collect(engine="streaming").row(0)
-    return [
-        name
-        for name, end in zip(whole + times, found, strict=True)
-        if end is not None and (end > EXACT if name in whole else end < 1000)
-    ]
+    found = frame.select(test.alias(str(place)) for place, test in enumerate(tests.values()))
+    row = found.collect(engine="streaming").row(0)
+    return [name for name, is_doubtful in zip(tests, row, strict=True) if is_doubtful]
 
 
-def _settled(part: Part, dialect: Dialect, types: Mapping[str, str]) -> Part:
-    """Return a file's rows with how its columns are written; ids in digits as whole numbers."""
+def _settle(part: Part, dialect: Dialect, types: Mapping[str, str]) -> None:
+    """Note how the columns of a file are written, and make whole numbers of ids in digits."""
     options = dialect.options
     dates = {"DATE": options.get("dateformat", ""), "TIMESTAMP": options.get("timestampformat", "")}
-    comma = options["decimal_separator"] == ","
-    forms = dict[str, Form]()
-    for name in dialect.names:
+    for place, name in enumerate(dialect.names):
         kind = types[name]
-        if kind in ("BIGINT", "DOUBLE") and comma:
-            forms[name] = Form(type="number", comma=True)
+        if kind in ("BIGINT", "DOUBLE") and options["decimal_separator"] == ",":
+            part.forms[name] = Form(type="number", comma=True)
         elif dates.get(kind):
-            forms[name] = Form(type="time", dates=dates[kind])
-    whole = [place for place, name in enumerate(dialect.names) if types[name] == "WHOLE"]
-    for place in whole:
-        if (dtype := _type_of_digits(part.frame.select(pl.nth(place)))) is not None:
+            part.forms[name] = Form(type="time", dates=dates[kind])
+        elif kind == "WHOLE" and (dtype := _type_of_digits(part.frame.select(pl.nth(place)))) is not None:
             part.frame = part.frame.with_columns(pl.nth(place).cast(dtype))
-    part.forms = forms
-    return part
 
 
 def _type_of_digits(column: pl.LazyFrame) -> type[pl.DataType] | None:
@@ -492,7 +450,7 @@ def read_json(files: Sequence[Path], scratch: Path) -> list[Part]:
     parts = []
     with _connect() as connection:
         for number, file in enumerate(files):
-            source = {"format": "newline_delimited", "sample_size": -1, "compression": packing_of(file)}
+            source = {"format": "newline_delimited", "sample_size": -1, "compression": _packing_of(file)}
             scan = f"read_json({_path(file)}, {_arguments(source)})"
             target = scratch / f"rows-{number:05d}.parquet"
             try:
@@ -518,10 +476,6 @@ def json_names(file: Path) -> list[str]:
     with suppress(ValueError):
         return list(json.loads(first))
     return []
-
-
-def _sign(sign: str) -> str:
-    return "" if sign in ("(empty)", "\0") else sign
 
 
 def _path(file: Path) -> str:

@@ -17,9 +17,9 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
-from dphybrid.data.table.kinds import KINDS, Bag, Category, Column, Numbers
+from dphybrid.data.table.kinds import KINDS, Bag, Category, Column, Numeric
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.values import FIRST_ID, Form, one_width
+from dphybrid.data.table.values import FIRST_ID, Form, one_width, with_gaps
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_text
 
@@ -56,7 +56,7 @@ class Unknown:
             unknown, cells = self.unknown.get(column.name, 0), self.cells.get(column.name, 0)
             if not unknown:
                 continue
-            if isinstance(column, Numbers) and not isinstance(column, Category) and column.role != "whole":
+            if not isinstance(column, Category):
                 noun = "dates or times" if column.role == "time" else "numbers"
                 what = f"{counted(unknown, 'value')} of {cells:,} are no {noun} and count as missing"
                 found.append(f"Column {column.name!r}: {what}")
@@ -69,23 +69,23 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Columns fitted to the training rows, and the label. Saved in each checkpoint.
+    """Columns fitted to the training rows, in the order of the arrays (`Column.order`), and the label. Saved
+    in each checkpoint.
 
-    In the arrays, columns of numbers come first (`dense_BN`, and their buckets in `ids_BF`), then categories
-    (`ids_BF`), then bags (`bags_BFL`)."""
+    Numbers are in `dense_BN`, ids in `ids_BF`, and ids of bags in `bags_BFL`."""
 
     columns: tuple[Column, ...]
     label: Label
 
     @cached_property
-    def numbers(self) -> list[Numbers]:
-        """The columns of numbers and times."""
-        return [column for column in self.columns if isinstance(column, Numbers)]
+    def numbers(self) -> list[Column]:
+        """The columns that give numbers, such as times."""
+        return [column for column in self.columns if isinstance(column, Numeric)]
 
     @cached_property
     def categories(self) -> list[Category]:
         """The columns with one value per row that has an embedding."""
-        return [c for c in self.columns if isinstance(c, Category) and not isinstance(c, Bag)]
+        return [c for c in self.columns if isinstance(c, Category) and c.role == Category.role]
 
     @cached_property
     def bags(self) -> list[Bag]:
@@ -95,20 +95,21 @@ class Encoder:
     @cached_property
     def names(self) -> list[str]:
         """The names of the columns that are read, in the order of the arrays."""
-        return [column.name for column in (*self.numbers, *self.categories, *self.bags)]
+        return [column.name for column in self.columns]
 
     @cached_property
     def id_columns(self) -> list[dict[str, Any]]:
-        """Name, role and number of ids of each column of ids_BF, then of the bags."""
-        tables = [table for c in (*self.numbers, *self.categories, *self.bags) for table in c.tables]
-        return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
+        """Name, role and number of ids of each column of ids_BF, then of the bags. A table of numbers alone
+        has one column of ids, which are all 0."""
+        found = [{"name": c.name, "role": c.role, "num_ids": c.num_ids} for c in self.columns if c.num_ids]
+        return found or [{"name": "", "role": "constant", "num_ids": FIRST_ID}]
 
     @property
     def dense(self) -> list[tuple[str, bool]]:
         """For each column of dense_BN the table's column, and whether it is 1 where the number before it is
         missing, else 0."""
-        parts = ((column.name, part) for column in self.numbers for part in column.parts)
-        return [(name, flag) for name, p in parts for flag in (False, True)[: 1 + p.learned.indicator]]
+        scales = ((column.name, scale) for column in self.columns for scale in column.scales)
+        return [(name, flag) for name, scale in scales for flag in (False, True)[: 1 + scale.indicator]]
 
     @property
     def max_items(self) -> int:
@@ -119,11 +120,6 @@ class Encoder:
     def classes(self) -> tuple[str, ...]:
         """The label's classes, the positive one of two last; empty for numbers."""
         return self.label.classes
-
-    @cached_property
-    def _read(self) -> tuple[Column, ...]:
-        """The columns in the order of the arrays."""
-        return (*self.numbers, *self.categories, *self.bags)
 
     def encode(
         self,
@@ -138,27 +134,23 @@ class Encoder:
         counts of unknown values. longest: least width of the bags' array.
         """
         dense, ids, bags = list[Array](), list[Array](), list[Array]()
-        for column in self._read:
-            cells = frame.get_column(column.name).alias("")
+        for column in self.columns:
+            cells = with_gaps(frame.get_column(column.name).alias(""), no_value)
             if cells.dtype.is_nested() and not isinstance(column, Bag):
                 raise UserError(
                     f"column {column.name!r} holds {cells.dtype}, but training had single values; write "
                     "one in each row"
                 )
-            values = column.read(cells, no_value)
+            values = column.read(cells)
             if unknown is not None:
-                unknown.add(column.name, *column.unknown(cells, values, no_value))
-            if isinstance(column, Numbers):
-                numbers = column.numbers(values)
-                for part, numbers_B in zip(column.parts, numbers, strict=True):
-                    # "No value" needs a separate input, as it is standardized to 0, like the mean.
-                    dense.append(part.learned.standardized(numbers_B))
-                    dense += [np.isnan(numbers_B)] if part.learned.indicator else []
-                ids += column.ids(numbers)
-            elif isinstance(column, Bag):
-                bags.append(column.bag_ids(values))
-            elif isinstance(column, Category):
-                ids.append(column.ids(values))
+                unknown.add(column.name, *column.unknown(cells, values))
+            for scale, numbers_B in zip(column.scales, column.numbers(values), strict=True):
+                # "No value" needs a separate input, as it is standardized to 0, like the mean.
+                dense.append(scale.standardized(numbers_B))
+                dense += [np.isnan(numbers_B)] if scale.indicator else []
+            if column.num_ids:
+                (bags if isinstance(column, Bag) else ids).append(column.ids(values))
+        ids = ids or [np.zeros(len(frame), np.int32)] * (not bags)
         arrays = {
             "ids_BF": _side_by_side(ids, len(frame), np.int32),
             "dense_BN": _side_by_side(dense, len(frame), np.float32),
@@ -186,10 +178,7 @@ class Encoder:
         mine, theirs = ([(c.name, c.role, c.form) for c in each.columns] for each in (self, other))
         if mine != theirs or self.label != other.label:
             return False
-        for column, earlier in zip(self.columns, other.columns, strict=True):
-            if not column.covers(earlier):
-                return False
-        return True
+        return all(mine.covers(theirs) for mine, theirs in zip(self.columns, other.columns, strict=True))
 
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
@@ -198,7 +187,7 @@ class Encoder:
         page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
         write_text(folder / "encoder.json", json.dumps(page, indent=1, ensure_ascii=False))
         # Not in the JSON: with millions of values, reading it would take seconds before each prediction.
-        texts = [c.vocabulary.implode() for c in self.columns if c.vocabulary is not None]
+        texts = [column.learned.implode() for column in self.columns]
         values = pl.concat([pl.Series([], dtype=pl.List(pl.String)), *texts])
         with writing(file := folder / "vocabularies.parquet"):
             pl.DataFrame({"values": values}).write_parquet(file)
@@ -213,9 +202,11 @@ class Encoder:
                 f"{folder}: was written by another version of dphybrid; prepare the data and train again"
             )
         with misread(folder):
-            # Saved in the order of the columns that have one.
-            vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"])
-            columns = [KINDS[each.pop("role")].restored(each, vocabularies) for each in page["columns"]]
+            texts = pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"]
+            columns = [
+                KINDS[values.pop("role")](**values, learned=learned)
+                for values, learned in zip(page["columns"], texts, strict=True)
+            ]
             return cls(tuple(columns), Label.of(page))
 
 
@@ -252,12 +243,12 @@ def open_base(path: Path) -> Base:
 def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     """Return, for each id column, an array that maps new ids to the base's id of the same value; new values
     map to the base's unknown id or hash bucket."""
-    numbers = zip(base.numbers, now.numbers, strict=True)
-    found = [ids for old, new in numbers for ids in old.ids_of_newer(new)]
-    for old, new in zip((*base.categories, *base.bags), (*now.categories, *now.bags), strict=True):
-        hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
-        found.append(np.concatenate([[0, 1], old.ids(new.learned), hashed]))
-    return found
+    found = []
+    for old, new in zip(base.columns, now.columns, strict=True):
+        if isinstance(old, Category):
+            hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
+            found.append(np.concatenate([[0, 1], old.ids_of_texts(new.learned), hashed]))
+    return found or [np.arange(FIRST_ID)]
 
 
 def old_rows(base: Encoder, now: Encoder) -> Array:

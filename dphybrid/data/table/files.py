@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 from urllib.parse import unquote
@@ -35,21 +35,13 @@ FRAMES, _FRAME = "frames", re.compile("[0-9a-f]{16}")
 _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 BLOCK_ROWS = 2**16
 """Rows of a chunk."""
-_MAX_COLUMNS = 32_768
-"""With more columns, a file is taken to be damaged or read with the wrong delimiter."""
-_OTHERS = (
-    (b"PK\x03\x04", "an Excel or zip file"),
-    (b"\xd0\xcf\x11\xe0", "an Excel file"),
-    (b"BZh", "packed with bzip2"),
-    (b"\xfd7zXZ\0", "packed with xz"),
-    (b"FEA1", "a Feather file of version 1"),
-    (b"ORC", "an ORC file"),
-    (b"Obj\x01", "an Avro file"),
-    (b"SQLite format 3\0", "an SQLite database"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x80\x04", "a pickle"),
-    (b"%PDF-", "a PDF"),
-)
+_FORMATS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
+_OTHERS = {
+    b"PK\x03\x04": "an Excel or zip file",
+    b"\xd0\xcf\x11\xe0": "an Excel file",
+    b"BZh": "packed with bzip2",
+    b"\xfd7zXZ\0": "packed with xz",
+}
 """First bytes of other formats, and their names."""
 
 
@@ -70,6 +62,7 @@ class Rows:
         frame: Of all files, with the columns of the first one.
         sizes: Number of rows of each file.
         firsts: The line of each file's first row.
+        kept_B: Which of all rows are used.
         notes: What was inferred about how the files are written.
         forms: How texts of columns are written, where that is unusual.
         index: The columns that only number or name the rows.
@@ -80,14 +73,15 @@ class Rows:
     files: tuple[Path, ...]
     sizes: list[int]
     firsts: list[int]
-    rejected: list[Rejected] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    forms: dict[str, Form] = field(default_factory=dict)
-    index: tuple[str, ...] = ()
-    header: bool = True
+    kept_B: Array
+    rejected: list[Rejected]
+    notes: list[str]
+    forms: dict[str, Form]
+    index: set[str]
+    header: bool
 
     def __len__(self) -> int:
-        return sum(self.sizes)
+        return int(self.kept_B.sum())
 
     @property
     def names(self) -> list[str]:
@@ -96,17 +90,24 @@ class Rows:
 
     def column(self, name: str) -> pl.Series:
         """Return a whole column, without its name: methods of a series read names such as `*` as patterns."""
-        return self.frame.select(by_name(name)).collect(engine="streaming").to_series().alias("")
+        cells = self.frame.select(by_name(name)).collect(engine="streaming").to_series().alias("")
+        return cells if self.kept_B.all() else cells.filter(pl.Series(self.kept_B))
 
-    def chunks(self, size: int = BLOCK_ROWS) -> Iterator[pl.DataFrame]:
-        """Yield the rows, `size` at a time; one empty chunk if there are none."""
+    def chunks(self, names: Sequence[str] | None = None) -> Iterator[pl.DataFrame]:
+        """Yield the rows, `BLOCK_ROWS` at a time; one empty chunk if there are none. names: their columns."""
+        frame = self.frame if names is None else self.frame.select(by_name(*names))
         if not len(self):
-            yield self.frame.head(0).collect()
+            yield frame.head(0).collect()
             return
-        yield from self.frame.collect_batches(chunk_size=size, maintain_order=True)
+        start, whole = 0, self.kept_B.all()
+        for chunk in frame.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
+            kept_B = self.kept_B[start : start + len(chunk)]
+            start += len(chunk)
+            yield chunk if whole else chunk.filter(pl.Series(kept_B))
 
     def lines(self) -> tuple[pl.Series, pl.Series]:
-        """Return the file and the line of each row; a cell with line ends inside counts as one line."""
+        """Return the file and the line of each row that was read, used or not; a cell with line ends inside
+        counts as one line."""
         lines = list[Array]()
         for file, size, first in zip(self.files, self.sizes, self.firsts, strict=True):
             bad = [row["line"] for row in self.rejected if row["file"] == str(file)]
@@ -132,53 +133,39 @@ def read_rows(
     not typed, as an encoder types those of new files. Raises UserError for files that cannot be read, and if
     more than `data.max_rejected` of the rows cannot be.
     """
-    kinds = {file: _format_of(file) for file in files}
-    if len(different := sorted({*kinds.values()})) > 1:
-        raise UserError(f"data.path={data.path}: holds {' and '.join(different)} files; give one format")
+    kinds = {_format_of(file) for file in files}
+    if len(kinds) > 1:
+        raise UserError(f"data.path={data.path}: holds {' and '.join(sorted(kinds))} files; give one format")
+    (kind,) = kinds
     scratch.mkdir(parents=True, exist_ok=True)
     if on_progress:
         on_progress("read rows", 0, len(files))
-    index, declared = set[str](), set[str]()
-    match kinds[files[0]]:
-        case "csv":
-            parts = read_csv(files, data, scratch, named, as_text)
-        case "json":
-            parts = read_json(files, scratch)
-        case kind:
-            parts = []
-            for file in files:
-                parts.append(_arrow_part(file, kind))
-                of_file = facts_of(file, kind)
-                declared.update(of_file[0])
-                index.update(of_file[1])
-    first, forms, notes = parts[0], dict[str, Form](), dict[str, None]()
-    names = [*first.frame.collect_schema().names(), *_folders(files[0])]
-    if len(names) > _MAX_COLUMNS:
-        raise UserError(
-            f"data.path={files[0]}: has {len(names):,} columns, but at most {_MAX_COLUMNS:,} are allowed; "
-            "check data.delimiter"
-        )
-    if kinds[files[0]] != "csv":  # whose texts DuckDB has stripped
-        for part in parts:
-            part.frame = _cleaned(part.frame, data.no_value)
-    frames = _aligned(files, parts, [*dict.fromkeys(names)], declared, notes)
-    rejected = list[Rejected]()
-    for file, part in zip(files, parts, strict=True):
-        notes |= dict.fromkeys(part.notes)
-        forms |= part.forms
-        rejected += [
-            Rejected(file=str(file), line=line, reason=why, text=text) for line, why, text in part.bad
-        ]
+    if kind == "csv":
+        parts = read_csv(files, data, scratch, named, as_text)
+    else:
+        parts = read_json(files, scratch) if kind == "json" else [_arrow_part(file, kind) for file in files]
+        for part in parts:  # of delimited files, DuckDB has stripped the texts
+            texts = string().str.strip_chars()
+            part.frame = part.frame.with_columns(pl.when(~texts.is_in(["", *data.no_value])).then(texts))
+    facts = [facts_of(file, kind) for file in files] if kind in _FORMATS.values() else []
+    dictionaries, index = ({name for fact in facts for name in fact[place]} for place in (0, 1))
+    frames, notes = _aligned(files, parts, dictionaries)
+    rejected = [
+        Rejected(file=str(file), line=line, reason=why, text=text)
+        for file, part in zip(files, parts, strict=True)
+        for line, why, text in part.bad
+    ]
     rows = Rows(
-        pl.concat(frames, how="vertical_relaxed"),
-        tuple(files),
-        [part.size for part in parts],
-        [part.first for part in parts],
-        rejected,
-        list(notes),
-        forms,
-        tuple(index),
-        first.header,
+        frame=pl.concat(frames, how="vertical_relaxed"),
+        files=tuple(files),
+        sizes=[part.size for part in parts],
+        firsts=[part.first for part in parts],
+        kept_B=np.ones(sum(part.size for part in parts), bool),
+        rejected=rejected,
+        notes=[*dict.fromkeys(notes + [note for part in parts for note in part.notes])],
+        forms={name: form for part in parts for name, form in part.forms.items()},
+        index=index,
+        header=parts[0].header,
     )
     check_rejected(str(data.path), rejected, len(rows) + len(rejected), data.max_rejected)
     if on_progress:
@@ -186,24 +173,15 @@ def read_rows(
     return rows
 
 
-def _cleaned(frame: pl.LazyFrame, no_value: Sequence[str]) -> pl.LazyFrame:
-    """Return rows whose texts are stripped, with None for those that mean no value."""
-    texts = string().str.strip_chars()
-    return frame.with_columns(pl.when(~texts.is_in(["", *no_value])).then(texts))
-
-
 def _format_of(file: Path) -> str:
     """Return csv, json, parquet, arrow or arrow stream, by the file's first bytes. Raises UserError for other
     formats."""
     with file.open("rb") as stream:
         head = stream.read(16)
-    if head[:4] == b"PAR1":
-        return "parquet"
-    if head[:6] == b"ARROW1":
-        return "arrow"
-    if head[:4] == b"\xff\xff\xff\xff":
-        return "arrow stream"
-    for sign, what in _OTHERS:
+    for sign, kind in _FORMATS.items():
+        if head.startswith(sign):
+            return kind
+    for sign, what in _OTHERS.items():
         if head.startswith(sign):
             raise UserError(
                 f"data.path={file}: is {what}, which is not supported; save the table as CSV or Parquet"
@@ -218,16 +196,21 @@ def _format_of(file: Path) -> str:
 
 def _arrow_part(file: Path, kind: str) -> Part:
     try:
-        if kind == "parquet":
-            frame = pl.scan_parquet(file, hive_partitioning=False, glob=False)
-        elif kind == "arrow":
-            frame = pl.scan_ipc(file, hive_partitioning=False, glob=False)
-        else:
+        if kind == "arrow stream":
             frame = pl.read_ipc_stream(file).lazy()
+        else:
+            scan = pl.scan_parquet if kind == "parquet" else pl.scan_ipc
+            frame = scan(file, hive_partitioning=False, glob=False)
         frame.head(1).collect()  # for types that polars cannot read
         return Part(frame, int(frame.select(pl.len()).collect().item()))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(f"data.path={file}: cannot be read as {kind.title()}: {error}") from error
+
+
+def partitions(file: Path) -> list[str]:
+    """Return the folders named key=value right above a file, which are columns."""
+    # Not those further up: below `seed=3`, a data folder would add a column to every saved frame.
+    return [*itertools.takewhile(lambda part: "=" in part, reversed(file.parent.parts))][::-1]
 
 
 def _folders(file: Path) -> dict[str, str | None]:
@@ -237,50 +220,45 @@ def _folders(file: Path) -> dict[str, str | None]:
 
 
 def _aligned(
-    files: Sequence[Path], parts: Sequence[Part], names: list[str], declared: set[str], notes: dict[str, None]
-) -> list[pl.LazyFrame]:
-    """Return the rows of each file with these columns. notes: gets which columns come or go."""
-    found = []
-    for file, part in zip(files, parts, strict=True):
-        schema, folders = part.frame.collect_schema(), _folders(file)
-        added = [
-            pl.lit(text, pl.String).alias(name)
-            for name, text in folders.items()
-            if name in names and name not in schema
-        ]
-        gone = [name for name in names if name not in schema and name not in folders]
+    files: Sequence[Path], parts: Sequence[Part], dictionaries: set[str]
+) -> tuple[list[pl.LazyFrame], list[str]]:
+    """Return the rows of each file with the columns of the first one, and notes on those that come or go.
+    dictionaries: columns that are dictionaries of Arrow in some file."""
+    schemas, notes = [part.frame.collect_schema() for part in parts], list[str]()
+    names = [*dict.fromkeys([*schemas[0].names(), *_folders(files[0])])]
+    texts = {n for n in names if _differs(n, {schema[n] for schema in schemas if n in schema})}
+    frames = []
+    for file, part, schema in zip(files, parts, schemas, strict=True):
+        given = {name: text for name, text in _folders(file).items() if name in names and name not in schema}
+        gone = [name for name in names if name not in schema and name not in given]
         if len(gone) == len(names):
             raise UserError(
                 f"data.path: {file} has none of the columns of {files[0]}; give files of one table"
             )
         if gone:
-            notes[f"{file.name} has no column {', '.join(gone)}: no value in its rows"] = None
+            notes.append(f"{file.name} has no column {', '.join(gone)}: no value in its rows")
         if come := [name for name in schema if name not in names]:
-            notes[
-                f"{file.name} has more columns than {files[0].name}, which are left out: {', '.join(come)}"
-            ] = None
-        dictionary = [name for name in declared if name in schema]
+            what = f"more columns than {files[0].name}, which are left out: {', '.join(come)}"
+            notes.append(f"{file.name} has {what}")
+        added = {name: pl.lit(text, pl.String) for name, text in given.items()}
+        added |= {name: pl.lit(None, pl.String if name in texts else pl.Null) for name in gone}
         frame = part.frame.with_columns(
-            *added,
-            *(pl.lit(None).alias(name) for name in gone),
-            by_name(*dictionary).cast(pl.String).cast(pl.Categorical),
+            by_name(*dictionaries & {*schema}).cast(pl.String).cast(pl.Categorical)
         )
-        found.append(frame.select(by_name(*names)))
-    schemas = [frame.collect_schema() for frame in found]
-    for name in names:
-        types = {
-            schema[name]
-            for schema, part in zip(schemas, parts, strict=True)
-            if name in part.frame.collect_schema()
-        }
-        if len(types) > 1 and any(dtype.is_nested() for dtype in types):
-            raise UserError(
-                f"data.path: column {name!r} holds lists in some files and other values in others; write "
-                "one of them"
-            )
-        if len(types) > 1 and not all(dtype.is_numeric() for dtype in types):
-            found = [frame.with_columns(by_name(name).cast(pl.String)) for frame in found]
-    return found
+        frame = frame.with_columns(by_name(*texts & {*schema}).cast(pl.String))
+        frames.append(frame.with_columns(**added).select(by_name(*names)))
+    return frames, notes
+
+
+def _differs(name: str, types: set[pl.DataType]) -> bool:
+    """Return whether a column has types in several files that only texts hold together. Raises UserError for
+    lists beside other values."""
+    if len(types) > 1 and any(dtype.is_nested() for dtype in types):
+        raise UserError(
+            f"data.path: column {name!r} holds lists in some files and other values in others; write "
+            "one of them"
+        )
+    return len(types) > 1 and not all(dtype.is_numeric() for dtype in types)
 
 
 def find_files(path: str, field: str) -> tuple[Path, ...]:
@@ -331,12 +309,6 @@ def frame_digest(files: Iterable[Path]) -> str:
     """Return the digest of a saved frame's files, which names their folder."""
     parts = (bytes.fromhex(file_digest(file)) for file in sorted(files))
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
-
-
-def partitions(file: Path) -> list[str]:
-    """Return the folders named key=value right above a file, which are columns."""
-    # Not those further up: below `seed=3`, a data folder would add a column to every saved frame.
-    return [*itertools.takewhile(lambda part: "=" in part, reversed(file.parent.parts))][::-1]
 
 
 def names_of(file: Path, data: RowFiles, named: Sequence[str] = ()) -> list[str]:

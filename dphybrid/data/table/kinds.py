@@ -1,12 +1,11 @@
 """The kinds of columns: what each learns from the training rows, and which inputs a model gets from it. The
 kind follows from the reader's type, the name and the repetition of values, never from the label.
 
-Ids: 0 = no value, 1 = unknown value. Letters: B rows, V values, L items of a bag.
+Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 """
 
 import re
 import zlib
-from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -27,6 +26,7 @@ from dphybrid.data.table.values import (
     Array,
     Form,
     bag_ids,
+    is_either_order,
     is_odd,
     items_of,
     type_of,
@@ -42,15 +42,15 @@ _ROW_NUMBERS = 20
 """Fewest rows for which a column of increasing numbers is taken for a row number."""
 _ROW_GAPS = 0.05
 """Share of row numbers that may be missing, because rows were filtered out or rejected."""
-_BUCKET_ROWS = 4096
-"""Fewest training rows per bucket, unless schema.toml asks for more buckets: with fewer, an embedding
-memorises its rows. docs/quality.md compares 128 with 4,096."""
 _KNOTS = 128
 """Knots of a number's encoding: of more different whole numbers, it does not tell all apart."""
 _REPEATED = 0.25
 """Whole numbers repeat if this share of the rows holds a value that occurs again."""
 _INT32_MAX = 2**31 - 1
 """Largest int32: ids are stored as such."""
+_NO_MEMBER = "\0"
+"""Stands for a cell that is no value of its column's type, such as 7.5 among whole numbers: it is unknown,
+not missing."""
 
 _NUMBERS_ROWS = re.compile(
     r"^(?:|0|#|n|x|unnamed.*|(?:.*[\W_])?(?:index|idx|rows?|rownames?|row_?num|row_?number|line|record|number"
@@ -68,74 +68,81 @@ class Column(Section):
 
     Attributes:
         role: The kind's name.
+        order: Columns with a smaller one come first in the arrays.
         form: What its values are.
         unseen: The share of values in the validation rows that training does not know, or that are no values
             of the column's type.
-        learned: What it learned from the training rows.
+        scales: Of the numbers that each cell gives.
+        learned: The values with an id each, as texts, in the order of their ids.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     role: ClassVar[str] = ""
+    order: ClassVar[int] = 0
 
     name: str
     form: Form = Form()
     unseen: float = 0.0
-    learned: Any = None
+    scales: tuple[Scale, ...] = ()
+    # Excluded: the encoder saves the texts of all columns in one Parquet file.
+    learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
 
     @classmethod
     def options(cls) -> dict[str, Any]:
         """Return the fields that a section of schema.toml may have."""
         return {name: field for name, field in cls.model_fields.items() if name not in Column.model_fields}
 
-    def read(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
-        """Return the values of cells of any container; None for no value and for cells of another type.
-        no_value: as for `values.with_gaps`."""
-        return typed(cells, self.form, no_value)
-
-    def filled(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
-        """Return a mask (B,) of the cells that have a value, of the column's type or not."""
-        cells = with_gaps(cells, no_value)
-        if not self.form.none:
-            return cells.is_not_null()
-        none = pl.Series(self.form.none, dtype=pl.Float64).implode()
-        return cells.is_not_null() & ~cells.cast(pl.Float64, strict=False).is_in(none).fill_null(False)
+    def read(self, cells: pl.Series) -> pl.Series:
+        """Return the values of cells; None for no value and for cells of another type. cells: of
+        `values.with_gaps`, or of a file."""
+        return typed(cells, self.form)
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         """Return the column fitted to the values of the training rows."""
         return self
 
-    def unknown(
-        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
-    ) -> tuple[int, int]:
+    def numbers(self, values: pl.Series) -> list[Array]:
+        """Return the numbers (B,) that the values give, nan for no value."""
+        return []
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids, with those of no value, of unknown values and of hash buckets; 0 without ids."""
+        return 0
+
+    def ids(self, values: pl.Series) -> Array:
+        """Return the ids (B,) of values, of a bag (B, L)."""
+        raise NotImplementedError
+
+    def unknown(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
         """Return how many cells have a value, and how many of these training does not know, or are no values
         of the column's type. values: `read` of the cells."""
-        filled = int(self.filled(cells, no_value).sum())
+        filled = int(self._filled(cells).sum())
         return filled, max(0, filled - (len(values) - values.null_count()))
+
+    def _filled(self, cells: pl.Series) -> pl.Series:
+        """Return a mask (B,) of the cells that have a value, of the column's type or not."""
+        cells = with_gaps(cells, None)
+        if not self.form.none:
+            return cells.is_not_null()
+        none = pl.Series(self.form.none, dtype=pl.Float64).implode()
+        return cells.is_not_null() & ~cells.cast(pl.Float64, strict=False).is_in(none).fill_null(False)
 
     def extended(self, newer: "Column") -> Self:
         """Return the column with the values that only `newer` has added; its ids and statistics stay."""
-        return self
+        more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
+        return self._with(learned=pl.concat([self.learned, more]))
 
-    def covers(self, earlier: Self) -> bool:
+    def covers(self, earlier: "Column") -> bool:
         """Return whether this column tells apart all that `earlier` does."""
-        return bool(self.learned == earlier.learned)
+        knows_all = bool(earlier.learned.is_in(self.learned.implode()).all())
+        return self.scales == earlier.scales and knows_all
 
-    @property
-    def vocabulary(self) -> pl.Series | None:
-        """The learned values that have an id each, as texts; None for a column without."""
-        return None
-
-    @classmethod
-    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
-        """Return the column that was saved as `values`, with the next one of the saved vocabularies if it has
-        one."""
-        return cls(**values)
-
-    @property
-    def tables(self) -> list[tuple[str, str, int]]:
-        """Name, role and number of ids of each embedding table that the column needs."""
-        return []
+    def _with(self, **changes: Any) -> Self:
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        # Not model_copy, which would also copy the cached properties of the old texts.
+        return type(self)(**values | changes)
 
 
 class Ignore(Column):
@@ -144,139 +151,28 @@ class Ignore(Column):
     role = "ignore"
 
 
-class Numbers(Column):
-    """One or more numbers per cell: standardized, and in quantile buckets with an embedding each."""
+class Numeric(Column):
+    """A number."""
+
+    role = "numeric"
 
     form: Form = Form(type="number")
     scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
     """log: logarithm, then standardized; standard: standardized; none: as is; auto: log for heavy tails."""
-    buckets: int | None = Field(default=None, ge=0, le=4096, examples=[32])
-    """Quantile buckets, each with its own embedding; 0: none."""
 
-    @property
-    def parts(self) -> "tuple[Numeric, ...]":
-        """The numeric columns that this column becomes, each with one number per cell."""
-        return ()
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        numbers = self.numbers(train.gather_every(step_of(len(train))))
+        return self._with(scales=tuple(fit_scale(numbers_B, self.scale) for numbers_B in numbers))
 
     def numbers(self, values: pl.Series) -> list[Array]:
-        """Return the numbers (B,) of each part, nan for no value."""
         return [values.fill_null(np.nan).to_numpy()]
 
-    def ids(self, numbers: list[Array]) -> list[Array]:
-        """Return the ids (B,) of each of the tables."""
-        scales = (part.learned for part in self.parts)
-        return [s.bucket_ids(n) for s, n in zip(scales, numbers, strict=True) if s.num_ids]
 
-    @property
-    def tables(self) -> list[tuple[str, str, int]]:
-        return [(part.name, "buckets", part.learned.num_ids) for part in self.parts if part.learned.num_ids]
-
-    def ids_of_newer(self, newer: "Numbers") -> list[Array]:
-        """Return, for each of the tables, an array that maps the ids of `newer` to this column's."""
-        return [np.arange(num_ids) for _, _, num_ids in self.tables]
-
-    def _scale_of(self, numbers_B: Array, data: TableDataConfig, buckets: int | None) -> Scale:
-        # With few rows, few buckets: otherwise an embedding would learn single rows.
-        most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
-        return fit_scale(numbers_B, min(data.buckets, most) if buckets is None else buckets, self.scale)
-
-
-class Numeric(Numbers):
-    """A number."""
-
-    role = "numeric"
-    learned: Scale = Scale()
-
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        (numbers_B,) = self.numbers(train.gather_every(step_of(len(train))))
-        return self.model_copy(update={"learned": self._scale_of(numbers_B, data, self.buckets)})
-
-    @property
-    def parts(self) -> "tuple[Numeric, ...]":
-        return (self,)
-
-
-class Whole(Numeric):
-    """A whole number whose values repeat: the number, and a row for each value. A fraction among them has the
-    row of unknown values."""
-
-    role = "whole"
-
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        values = train.drop_nulls().rename("value")
-        counts = values.filter(values == values.floor()).value_counts(name="rows")
-        known = counts.filter(pl.col("rows") >= data.min_count)["value"].cast(pl.Int64).sort()
-        (numbers_B,) = self.numbers(train.gather_every(step_of(len(train))))
-        return self._with(self._scale_of(numbers_B, data, 0), known)
-
-    def _with(self, scale: Scale, known: pl.Series) -> Self:
-        return self.model_copy(update={"learned": Scale(**dict(scale) | {"known": known})})
-
-    def ids(self, numbers: list[Array]) -> list[Array]:
-        return [self.learned.value_ids(numbers[0])]
-
-    def unknown(
-        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
-    ) -> tuple[int, int]:
-        filled, odd = super().unknown(cells, values, no_value)
-        (ids_B,) = self.ids(self.numbers(values))
-        return filled, odd + int((ids_B == UNKNOWN_ID).sum())
-
-    @property
-    def tables(self) -> list[tuple[str, str, int]]:
-        return [(self.name, "categorical", self.learned.num_ids)]
-
-    @property
-    def known(self) -> pl.Series:
-        """The values with their own id, in the order of their ids."""
-        return cast(pl.Series, self.learned.known)
-
-    def extended(self, newer: Column) -> Self:
-        newer_V = cast(Whole, newer).known
-        more_V = newer_V.filter(~newer_V.is_in(self.known.implode()))
-        return self._with(self.learned, pl.concat([self.known, more_V]))
-
-    def ids_of_newer(self, newer: Numbers) -> list[Array]:
-        newer_V = cast(Whole, newer).known.cast(pl.Float64).to_numpy()
-        return [np.concatenate([[MISSING_ID, UNKNOWN_ID], self.learned.value_ids(newer_V)])]
-
-    def covers(self, earlier: Self) -> bool:
-        same = [one.learned.model_dump(exclude={"known"}) for one in (self, earlier)]
-        return same[0] == same[1] and bool(earlier.known.is_in(self.known.implode()).all())
-
-    @property
-    def vocabulary(self) -> pl.Series:
-        return self.known.cast(pl.String)
-
-    @classmethod
-    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
-        column = cls(**values)
-        return column._with(column.learned, next(vocabularies).cast(pl.Int64))
-
-
-class Time(Numbers):
+class Time(Numeric):
     """Dates and times, as three numbers: the hour, the weekday (1: Monday) and the days since 1970."""
 
     role = "time"
     form: Form = Form(type="time")
-    learned: tuple[Numeric, ...] = ()
-
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        sample = train.gather_every(step_of(len(train)))
-        parts = [
-            Numeric(name=name, learned=self._scale_of(numbers_B, data, self.buckets))
-            for name, numbers_B in zip(self.part_names, self.numbers(sample), strict=True)
-        ]
-        return self.model_copy(update={"learned": tuple(parts)})
-
-    @property
-    def part_names(self) -> list[str]:
-        """Names of its numeric columns."""
-        return [f"{self.name} ({part})" for part in ("hour", "weekday", "day")]
-
-    @property
-    def parts(self) -> tuple[Numeric, ...]:
-        return self.learned
 
     def numbers(self, values: pl.Series) -> list[Array]:
         parts = (values.dt.hour(), values.dt.weekday(), values.dt.date().cast(pl.Int32))
@@ -287,66 +183,41 @@ class Category(Column):
     """A value with an embedding each; the most frequent ones first."""
 
     role = "categorical"
+    order = 1
 
     min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
     """Values in fewer training rows than this count as the unknown value."""
     hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
     """Embeddings that all other values share by a hash, instead of a single unknown one."""
-    # Excluded: the encoder saves the texts of all columns in one Parquet file.
-    learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
-    """The values with their own id, in the order of their ids."""
 
-    def read(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
-        values = super().read(cells, no_value).cast(pl.String)
-        if self.form.type == "text":
+    def read(self, cells: pl.Series) -> pl.Series:
+        values = super().read(cells).cast(pl.String)
+        if self.form.type == "text" or values.null_count() == 0:
             return values
-        # What is no value of the type, such as 7.5 among whole numbers, is unknown, not missing.
-        odd = values.is_null() & self.filled(cells, no_value)
-        return values.set(odd, "\0") if odd.any() else values
+        return values.set(values.is_null() & self._filled(cells), _NO_MEMBER)
+
+    def texts(self, values: pl.Series) -> pl.Series:
+        """Return values as texts."""
+        return values
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         least = data.min_count if self.min_count is None else self.min_count
-        counts = train.drop_nulls().rename("value").value_counts(name="rows")
+        counts = self.texts(train).drop_nulls().rename("value").value_counts(name="rows")
         # Ties are broken by the text, as the order of groups depends on threads.
         known = counts.filter(pl.col("rows") >= least).sort(["rows", "value"], descending=[True, False])
-        return self._with(known["value"])
+        return self._with(learned=known["value"])
 
-    def unknown(
-        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
-    ) -> tuple[int, int]:
-        filled, odd = super().unknown(cells, values, no_value)
-        ids_B = self.ids(values)
-        least = FIRST_ID + len(self.learned)  # ids of hash buckets
-        return filled, odd + int(((ids_B == UNKNOWN_ID) | (ids_B >= least)).sum())
+    def unknown(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
+        filled, odd = super().unknown(cells, values)
+        return filled, odd + self._unknown(self.ids(values))
 
-    def covers(self, earlier: Self) -> bool:
-        return bool(earlier.learned.is_in(self.learned.implode()).all())
-
-    @property
-    def vocabulary(self) -> pl.Series:
-        return self.learned
-
-    @classmethod
-    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
-        return cls(**values, learned=next(vocabularies))
-
-    def extended(self, newer: Column) -> Self:
-        more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
-        return self._with(pl.concat([self.learned, more]))
-
-    def _with(self, texts: pl.Series) -> Self:
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        # Not model_copy, which would also copy the cached properties of the old texts.
-        return type(self)(**values | {"learned": texts})
+    def _unknown(self, ids: Array) -> int:
+        first_bucket = FIRST_ID + len(self.learned)
+        return int(((ids == UNKNOWN_ID) | (ids >= first_bucket)).sum())
 
     @property
     def num_ids(self) -> int:
-        """Number of ids, with those of no value, of unknown values and of hash buckets."""
         return FIRST_ID + len(self.learned) + self.hash_buckets
-
-    @property
-    def tables(self) -> list[tuple[str, str, int]]:
-        return [(self.name, self.role, self.num_ids)]
 
     @cached_property
     def _codes(self) -> pl.Expr:
@@ -356,17 +227,42 @@ class Category(Column):
         return codes.cast(pl.Int32).fill_null(-1)
 
     def ids(self, values: pl.Series) -> Array:
-        """Return the id (B,) of each value (None: no value)."""
-        codes = values.alias("value").to_frame().select(self._codes).to_series().to_numpy()
+        return self.ids_of_texts(self.texts(values))
+
+    def ids_of_texts(self, texts: pl.Series) -> Array:
+        """Return the id (B,) of each text (None: no value)."""
+        codes = texts.alias("value").to_frame().select(self._codes).to_series().to_numpy()
         ids_B: Array = np.where(codes < 0, UNKNOWN_ID, codes + FIRST_ID).astype(np.int32)
         if self.hash_buckets:
             first = FIRST_ID + len(self.learned)
             for place in np.flatnonzero(codes < 0).tolist():
                 # Not hash(): Python salts it differently in each process.
-                ids_B[place] = first + zlib.crc32(str(values[place]).encode()) % self.hash_buckets
-        if values.null_count():
-            ids_B[values.is_null().to_numpy()] = MISSING_ID
+                ids_B[place] = first + zlib.crc32(str(texts[place]).encode()) % self.hash_buckets
+        if texts.null_count():
+            ids_B[texts.is_null().to_numpy()] = MISSING_ID
         return ids_B
+
+
+class Whole(Category, Numeric):
+    """A whole number whose values repeat: the number, and a row for each value. A fraction among them has the
+    row of unknown values."""
+
+    role = "whole"
+    order = 0
+    form: Form = Form(type="number")
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        return Numeric.read(self, cells)
+
+    def texts(self, values: pl.Series) -> pl.Series:
+        whole = values.cast(pl.Int64, strict=False)
+        odd = values.is_not_null() & (whole.is_null() | (values != values.floor()))
+        return whole.cast(pl.String).set(odd, _NO_MEMBER)
+
+    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
+        known = Category.fitted(self, train, data).learned
+        scales = Numeric.fitted(self, train, data).scales
+        return self._with(learned=known.filter(known != _NO_MEMBER), scales=scales)
 
 
 class Bag(Category):
@@ -374,6 +270,7 @@ class Bag(Category):
     that occurs twice counts twice."""
 
     role = "bag"
+    order = 2
 
     separator: str = Field(default="|", min_length=1, examples=["|"])
     """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
@@ -381,9 +278,8 @@ class Bag(Category):
     max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
     """Number of items of a cell that are looked up, from the first one on."""
 
-    def read(self, cells: pl.Series, no_value: Collection[str] | None = None) -> pl.Series:
-        cells = cells if cells.dtype == pl.List else with_gaps(cells, no_value)
-        lists = items_of(cells, self.separator, self.max_items)
+    def read(self, cells: pl.Series) -> pl.Series:
+        lists = items_of(with_gaps(cells, None), self.separator, self.max_items)
         numbers = lists.list.len().fill_null(0)
         flat = super().read(lists.filter(numbers > 0).explode())
         rows = pl.Series("row", np.repeat(np.arange(len(lists), dtype=np.uint32), numbers.to_numpy()))
@@ -395,15 +291,12 @@ class Bag(Category):
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         return super().fitted(train.explode().drop_nulls(), data)
 
-    def unknown(
-        self, cells: pl.Series, values: pl.Series, no_value: Collection[str] | None = None
-    ) -> tuple[int, int]:
-        ids_B = super().ids(values.explode().drop_nulls())
-        return len(ids_B), int(((ids_B == UNKNOWN_ID) | (ids_B >= FIRST_ID + len(self.learned))).sum())
+    def unknown(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
+        ids_B = self.ids_of_texts(values.explode().drop_nulls())
+        return len(ids_B), self._unknown(ids_B)
 
-    def bag_ids(self, values: pl.Series) -> Array:
-        """Return the ids (B, L) of the items, padded."""
-        return bag_ids(values, super().ids)
+    def ids(self, values: pl.Series) -> Array:
+        return bag_ids(values, self.ids_of_texts)
 
 
 KINDS: dict[str, type[Column]] = {k.role: k for k in (Numeric, Whole, Time, Category, Bag, Ignore)}
@@ -438,12 +331,13 @@ def column_of(
             )
         why = f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
         return Ignore(name=name), why
-    cells = train if train.dtype == pl.List else with_gaps(train, None)
-    sample = cells.gather_every(step_of(len(cells)))
     if role is None and counts_rows(name, every):
         return Ignore(name=name), "a row number"
-    found, why, form = _role_of(name, sample, cells, form, role)
-    role, why = role or found, "as given" if role and not why.startswith("!") else why.lstrip("!")
+    cells = with_gaps(train, None)
+    sample = cells.gather_every(step_of(len(cells)))
+    unit = _unit(name, sample, cells, role)
+    found, why = ("time", "") if unit else _role_of(name, sample, cells, role)
+    role, why = role or found, "as given" if role else why
     kind = KINDS[role]
     given = {key: value for key, value in given.items() if key in kind.options()}
     if kind is Bag:
@@ -457,16 +351,20 @@ def column_of(
             f"column {name!r} holds lists, but {role} columns need single values; name it in data.bags or "
             "data.ignore, or write single values"
         )
-    form = form_as(role, sample, form)
+    form = form_as(role, sample, form).model_copy(update={"unit": unit})
     if form.type in ("number", "whole"):
         form = form.model_copy(update={"none": none_of(data.missing)})
     column = kind(name=name, form=form, **given)
-    if role in ("numeric", "whole", "time"):
+    if isinstance(column, Numeric):
         _check_readable(column, cells, data)
+    if unit:
+        why = f"whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
+    elif kind is Time and is_either_order(sample, form.dates):
+        why = f"dates are read as {form.dates}; --data.dateformat says otherwise"
     return column, why
 
 
-def none_of(missing: Collection[str] | None) -> tuple[float, ...]:
+def none_of(missing: Any) -> tuple[float, ...]:
     """Return the numbers among texts that mean no value."""
     texts = pl.Series([*(missing or ())], dtype=pl.String)
     return tuple(texts.cast(pl.Float64, strict=False).drop_nulls())
@@ -502,57 +400,56 @@ def _check_readable(column: Column, cells: pl.Series, data: TableDataConfig) -> 
         )
 
 
-def _role_of(
-    name: str, sample: pl.Series, cells: pl.Series, form: Form, given: str | None
-) -> tuple[str, str, Form]:
-    """Return the role of a column, why, and the form of its values. given: the role that the user gives; a
-    reason that begins with ! is said then, too."""
+def _unit(name: str, sample: pl.Series, cells: pl.Series, given: str | None) -> str:
+    """Return the unit of times that are whole numbers since 1970; empty if they are none. given: the role
+    that the user gives."""
+    named = not NAMES_AN_ID.search(name) and _NAMES_A_TIME.search(name)
+    numeric = type_of(sample.dtype) in ("whole", "number") and sample.dtype != pl.Duration
+    if not numeric or not (given == "time" or (given is None and named)):
+        return ""
+    return unit_of(cells) if _are_whole(sample) and _largest(cells) <= 2**63 else ""
+
+
+def _role_of(name: str, sample: pl.Series, cells: pl.Series, given: str | None) -> tuple[str, str]:
+    """Return the role of a column and why. given: the role that the user gives."""
     known, kind = sample.drop_nulls(), type_of(sample.dtype)
-    if sample.dtype == pl.List or isinstance(sample.dtype, pl.Array):
-        return "bag", "lists", form
+    if isinstance(sample.dtype, pl.List | pl.Array):
+        return "bag", "lists"
     if not len(known):
-        return ("ignore", "no values", form) if not cells.count() else ("categorical", "", form)
+        return ("categorical", "") if cells.count() else ("ignore", "no values")
     if kind == "time":
-        either = form.dates[:2] in ("%d", "%m") and int(cast(int, known.dt.day().max())) <= 12
-        return "time", f"!dates are read as {form.dates}; --data.dateformat says otherwise" * either, form
-    if kind in ("whole", "number") and sample.dtype != pl.Duration:
-        return _role_of_numbers(name, known, cells, form, given)
-    if kind == "number":
-        return "numeric", "in seconds", form
-    if kind == "text" and sample.dtype == pl.String and given is None:
+        return "time", ""
+    if sample.dtype == pl.Duration:
+        return "numeric", "in seconds"
+    if kind in ("whole", "number"):
+        return _role_of_numbers(name, known, cells, given)
+    if sample.dtype == pl.String and given is None:
         some = known.head(1000)
         if some.str.contains(r"(?s)^\[.*\]$").all():
-            return "bag", "lists in brackets", form
+            return "bag", "lists in brackets"
         if float(some.str.contains("|", literal=True).mean() or 0) > 0.5:  # type: ignore[arg-type]
             flag = f"--data.bags '{name}:|'"
-            return "categorical", f"most cells hold '|'; {flag} reads the items between the marks", form
-    return "categorical", "", form
+            return "categorical", f"most cells hold '|'; {flag} reads the items between the marks"
+    return "categorical", ""
 
 
-def _role_of_numbers(
-    name: str, known: pl.Series, cells: pl.Series, form: Form, given: str | None
-) -> tuple[str, str, Form]:
-    numbers = known.cast(pl.Float64, strict=False)
-    if not bool((numbers == numbers.floor()).all()):
-        return "numeric", "", form
+def _role_of_numbers(name: str, known: pl.Series, cells: pl.Series, given: str | None) -> tuple[str, str]:
+    if not _are_whole(known):
+        return "numeric", ""
     named_id, largest = bool(NAMES_AN_ID.search(name)), _largest(cells)
-    unit = unit_of(cells) if largest <= 2**63 else ""
-    if unit and (given == "time" or (given is None and not named_id and _NAMES_A_TIME.search(name))):
-        how = f"whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
-        return "time", f"!{how}", form.model_copy(update={"unit": unit})
     repeated = float(known.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
     if largest > EXACT and known.dtype.is_float() and (named_id or repeated or given == "categorical"):
         merged = "floats beyond 2^53 have merged ids; write them as whole numbers or texts"
         if given == "categorical":
             raise UserError(f"data.categorical: column {name!r}: {merged}")
-        return "ignore", merged, form
+        return "ignore", merged
     if largest > EXACT and not known.dtype.is_float():
-        return "categorical", "whole numbers beyond 2^53", form
+        return "categorical", "whole numbers beyond 2^53"
     if named_id:
-        return "categorical", "named like an id", form
+        return "categorical", "named like an id"
     if repeated and known.n_unique() > _KNOTS:
-        return "whole", "whole numbers that repeat: a row for each value, and the number", form
-    return "numeric", "", form
+        return "whole", "whole numbers that repeat: a row for each value, and the number"
+    return "numeric", ""
 
 
 def counts_rows(name: str, cells: pl.Series) -> bool:
@@ -563,9 +460,16 @@ def counts_rows(name: str, cells: pl.Series) -> bool:
         return False
     numbers = cells.cast(pl.Float64)
     span = float(numbers[-1]) - float(numbers[0])
-    return span < (1 + _ROW_GAPS) * len(cells) and bool(
-        (numbers.diff().drop_nulls() > 0).all() and (numbers == numbers.floor()).all()
-    )
+    increasing = span < (1 + _ROW_GAPS) * len(cells) and bool((numbers.diff().drop_nulls() > 0).all())
+    return increasing and _are_whole(numbers)
+
+
+def _are_whole(numbers: pl.Series) -> bool:
+    """Return whether no number has a fraction; None counts as none."""
+    if numbers.dtype.is_integer():
+        return True
+    numbers = numbers.cast(pl.Float64, strict=False)
+    return bool((numbers == numbers.floor()).all())
 
 
 def _largest(cells: pl.Series) -> float:

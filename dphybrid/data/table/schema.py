@@ -25,26 +25,6 @@ class SchemaFile(Section):
     columns: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class DescribedColumn:
-    """A column, the reason for its kind (empty if there is nothing to report), and a few values for the
-    summary."""
-
-    column: Column
-    reason: str
-    samples: tuple[str, ...]
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """What the manifest records of the column."""
-        return {
-            "name": self.column.name,
-            "role": self.column.role,
-            "reason": self.reason,
-            "samples": self.samples,
-        }
-
-
 def read_schema(path: Path) -> SchemaFile:
     """Read a schema file. Raises UserError that names the file and the wrong values."""
     try:

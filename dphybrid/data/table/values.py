@@ -253,6 +253,13 @@ def one_width(bags: Sequence[Array], longest: int) -> Array:
     return np.stack(list(padded), axis=1)
 
 
+def is_either_order(times: pl.Series, dates: str) -> bool:
+    """Return whether dates of this format could also have day and month in the other order."""
+    if dates[:2] not in ("%d", "%m") or not times.dtype.is_temporal():
+        return False
+    return int(cast(int, times.dt.day().max() or 0)) <= 12
+
+
 def in_time(values: pl.Series, where: str, dates: str = "") -> Array:
     """Return for each value a number (B,) by which to sort, -inf for no value.
 
@@ -269,7 +276,7 @@ def in_time(values: pl.Series, where: str, dates: str = "") -> Array:
             if shown
             else f"{where}: the column has no values; name another one"
         )
-    if dates[:2] in ("%d", "%m") and int(cast(int, values.dt.day().max() or 0)) <= 12:
+    if is_either_order(values, dates):
         raise UserError(
             f"{where}: its dates can be read in two ways; set data.dateformat, such as {dates} if they are "
             "written so"

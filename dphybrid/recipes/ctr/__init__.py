@@ -23,11 +23,9 @@ _USUAL = {"table.optimizer": "adam", "model.unknown": 0.3, "model.dropout": 0.1,
 _ONE_PASS = {
     "train.epochs": 1,
     "table.optimizer": "adagrad",
-    # One pass learns nothing by heart, so it needs little regularization; and the rows of numbers' buckets
-    # learn so much that encoding numbers adds nothing.
+    # One pass learns nothing by heart, so it needs little regularization.
     "model.unknown": 0.02,
     "model.dropout": 0.0,
-    "model.numbers": "squashed",
 }
 """The two regimes: the values where the config has 0 or auto."""
 _ONE_PASS_STEPS = 1000
@@ -73,14 +71,12 @@ class CtrModelConfig(ModelConfig):
     """Share of activations dropped while training. On several GPUs the masks differ from those on one. auto:
     0.1; in one pass over many rows 0."""
     unknown: Annotated[float | Literal["auto"], BeforeValidator(_share)] = "auto"
-    """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
-    drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs. auto: 0.3; in
-    one pass over many rows 0.02."""
+    """Share of the ids that training replaces by the unknown one, drawn anew in each epoch, so that the
+    network learns to handle new values. Bags keep theirs. auto: 0.3; in one pass over many rows 0.02."""
     numbers: Literal["auto", "squashed", "embedded"] = "auto"
-    """Encoding of numbers, besides their buckets in the table: squashed, the number itself, with outliers
-    limited to 3 standard deviations; embedded, also its position in each quantile bin of the
-    training rows, through a linear layer for each column (Gorishniy et al. 2022). auto: embedded; squashed in
-    one pass over many rows, if numbers have buckets; after a warm start as before."""
+    """Encoding of numbers: squashed, the number itself, with outliers limited to 3 standard deviations;
+    embedded, also its position in each quantile bin of the training rows, through a linear layer for each
+    column (Gorishniy et al. 2022). auto: embedded; after a warm start as before."""
     bins: int = Field(default=128, ge=1, le=1024)
     """Quantile bins of a number, at most one for each 8 training rows; used if model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
@@ -175,8 +171,7 @@ class Ctr(Recipe):
             batch_size = 2 ** round(math.log2(num_rows / _ONE_PASS_STEPS))
             regime["train.batch_size"] = min(max(batch_size, 512), 2048)
         unset, given = {"train.epochs": 0, "train.batch_size": 0}, flatten(config.model_dump())
-        buckets = any(column["role"] == "buckets" for column in info.get("columns", []))
-        if given.get("model.numbers") == "auto" and not (once and buckets):
+        if given.get("model.numbers") == "auto":
             regime["model.numbers"] = _numbers_before(config.train.warm_start)
         chosen = {name: v for name, v in regime.items() if given.get(name) == unset.get(name, "auto")}
         why = f"one pass over {num_rows:,} training rows, with a column of {values:,} values"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Draw, Draws
-from dphybrid.data.table.values import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.values import UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
@@ -266,15 +266,9 @@ def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
     """Return a draw that replaces a share of each column's ids by the unknown one, anew in each epoch. info:
     facts about the prepared data."""
     num_columns = len(info["num_ids"]) - int(info.get("num_bags", 0))
-    roles = [column["role"] for column in info.get("columns", [])] or ["categorical"] * num_columns
-    # The buckets of a number have no unknown row: there, the row of missing values replaces an id.
-    replacement_F = torch.tensor(
-        [MISSING_ID if role == "buckets" else UNKNOWN_ID for role in roles[:num_columns]],
-        dtype=torch.int64,  # an empty list (all columns are bags) would be float32
-    )
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         replaced_BF = draws.chance(num_columns, share)
-        return {"ids_BF": torch.where(replaced_BF, replacement_F, batch["ids_BF"])}
+        return {"ids_BF": batch["ids_BF"].masked_fill(replaced_BF, UNKNOWN_ID)}
 
     return draw
