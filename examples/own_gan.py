@@ -88,6 +88,7 @@ class Gan(Recipe):
     def build(self, context: ModelContext[ModelConfig]) -> nn.Module:
         return Net(context)
 
+    # [start:step]
     def optimizers(self, model: Any, config: Any) -> Mapping[str, torch.optim.Optimizer]:
         return {
             "critic": torch.optim.Adam(model.critic.parameters(), config.train.lr, betas=(0.5, 0.9)),
@@ -105,6 +106,8 @@ class Gan(Recipe):
         if step.number % CRITIC_STEPS == 0:
             step.update(batch, of=("generator", "rows"))  # "rows": the tables' optimizer
         return shown
+
+    # [end:step]
 
     def task(self, info: Mapping[str, Any]) -> Task:
         return Task("distance", False, distance, reads=("made_B2", "kind_B", "point_B2"))

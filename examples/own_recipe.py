@@ -19,6 +19,7 @@ from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe, Task
 
 
+# [start:ratings]
 class RatingsData(DataConfig):
     num_ratings: int = Field(default=4000, ge=100)
     """Made-up ratings of 50 users for 40 films."""
@@ -62,6 +63,9 @@ class Ratings(Recipe):
 
     def task(self, info: Mapping[str, Any]) -> Task:
         return Task("right", higher_is_better=True, compute=share_right, reads=("said", "stars"))
+
+
+# [end:ratings]
 
 
 class FromFrame(Ratings):

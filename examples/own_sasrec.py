@@ -79,6 +79,7 @@ class Net(nn.Module):
         expected_BLD: Tensor = self.region(self.items(past_BL))
         return expected_BLD
 
+    # [start:forward]
     def forward(self, batch: Batch) -> Batch:
         past_BL, next_BL = batch["past_BL"], batch["next_BL"]
         expected_BLD = self.expected(past_BL)
@@ -91,6 +92,8 @@ class Net(nn.Module):
         is_item_BL = (next_BL > 0).to(taken_BL)  # padding has no loss
         loss_BL = (softplus(-taken_BL) + softplus(drawn_BLK).mean(2)) * is_item_BL
         return {"loss": loss_BL.sum(1), "weight": is_item_BL.sum(1)}
+
+    # [end:forward]
 
 
 def over_all_items(outputs: Batch) -> dict[str, float]:
@@ -123,12 +126,15 @@ class SasRec(Recipe):
         # Validation predicts each user's last item; training ends one item before.
         return split(2), split(1), {"item": items}
 
+    # [start:draw]
     def training_rows(self, rows: Dataset, info: Mapping[str, Any], model: SasRecModel) -> Dataset:
         # `draws` depends on seed, epoch and sample, so that a resumed run draws the same negatives.
         def draw(_: Batch, draws: Draws) -> Batch:
             return {"negatives_BK": draws.integers(1, info["num_ids"]["item"], model.negatives)}
 
         return DrawnDataset(rows, draw)
+
+    # [end:draw]
 
     def build(self, context: ModelContext[SasRecModel]) -> nn.Module:
         return Net(context)
