@@ -7,6 +7,7 @@ python docs/copy_examples.py
 """
 
 import re
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -17,13 +18,13 @@ _COPY = re.compile(
 
 
 def code_of(file: str, part: str | None) -> str:
-    """Return the code of an example: from a line on, of a named part, or all of it."""
+    """Return the code of an example: from a line on, of a named part (without its indent), or all of it."""
     text = (DOCS.parent / file).read_text(encoding="utf-8")
     if part and part.isdigit():
         text = "\n".join(text.split("\n")[int(part) - 1 :])
     elif part:
         text = text.partition(f"# [start:{part}]\n")[2].partition(f"# [end:{part}]\n")[0]
-    return text.strip("\n") + "\n"
+    return textwrap.dedent(text.strip("\n")).strip() + "\n"
 
 
 def copies(page: str) -> list[str]:

@@ -88,13 +88,13 @@ class Gan(Recipe):
     def build(self, context: ModelContext[ModelConfig]) -> nn.Module:
         return Net(context)
 
-    # [start:step]
     def optimizers(self, model: Any, config: Any) -> Mapping[str, torch.optim.Optimizer]:
         return {
             "critic": torch.optim.Adam(model.critic.parameters(), config.train.lr, betas=(0.5, 0.9)),
             "generator": torch.optim.RMSprop(model.generator.parameters(), config.train.lr / 4),
         }
 
+    # [start:step]
     def step(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor]:
         net: Any = step.model
         # Seeded by the run and the step number: a resumed run draws the same noise.
