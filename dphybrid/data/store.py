@@ -45,6 +45,8 @@ ENCODER_VERSION = 13
 """Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
 another; checkpoints with an older one are then refused."""
 
+DESCRIPTION = "description.txt"
+"""File with the description of a prepared folder, for people."""
 _CHUNK_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
@@ -324,6 +326,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     if num_rejected:
         where = "see rejected.jsonl in the prepared folder for lines and reasons"
         description = [*description, f"  {counted(num_rejected, 'row')} rejected: {where}"]
+    (partial / DESCRIPTION).write_text("\n".join(description) + "\n", encoding="utf-8")
     facts: dict[str, Any] = dict(content.extra)
     written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(

@@ -457,12 +457,12 @@ def _description(
     num_ids = sum(column["num_ids"] for column in encoder.id_columns)
     lines = [
         f"{data.path}: {counted(len(rows), 'row')}, label {label.name!r}: {how}{label.summary()}",
-        *(f"reading: {note}" for note in rows.notes),
-        *aligned(table),
+        *(f"  reading: {note}" for note in rows.notes),
+        *(f"  {line}" for line in aligned(table)),
         f"{', '.join(counts)}, {counted(num_ids, 'table row')}",
         split_text,
         # A reason with a semicolon names a remedy: it deserves a line of its own.
-        *(f"check {o.column.name}, {o.column.role}: {o.reason}" for o in fitted if ";" in o.reason),
+        *(f"  check {o.column.name}, {o.column.role}: {o.reason}" for o in fitted if ";" in o.reason),
     ]
     new = sorted(((c.name, c.unseen) for c in encoder.columns), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
