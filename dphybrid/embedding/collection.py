@@ -57,25 +57,21 @@ class HostEmbeddingCollection(nn.Module):
         self.starts = dict(zip(tables, starts[:-1], strict=True))
         self._starts_F = torch.tensor(starts[:-1], device="cpu")
         self._num_rows_F = torch.tensor(list(tables.values()), device="cpu")
-        padding_rows = [
-            self._padding_row(table, row) + self.starts[table] for table, row in (padding or {}).items()
-        ]
+        padding_rows = []
+        for table, row in (padding or {}).items():
+            if not 0 <= row < self.num_rows.get(table, 0):
+                raise UserError(f"padding {table!r}: {row} is not a row of the tables {self.num_rows}")
+            padding_rows.append(self.starts[table] + row)
         scales = [(row, row + 1, 0.0) for row in padding_rows]
         if isinstance(std, Mapping):
-            if missing := [table for table in tables if table not in std]:
-                raise UserError(f"collection {name!r}: std has no value for table {missing[0]!r}; give one")
-            if foreign := [table for table in std if table not in tables]:
-                raise UserError(f"collection {name!r}: std has {foreign[0]!r}, which is none of the tables")
+            if wrong := std.keys() ^ tables.keys():
+                verb = "has" if min(wrong) in std else "lacks"
+                raise UserError(f"collection {name!r}: std {verb} {min(wrong)!r}; give one for each table")
             # Initial values are drawn with std 1; each table's std is then a factor on its rows.
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0
         self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
         self.flat.mark_padding(padding_rows)
-
-    def _padding_row(self, table: str, row: int) -> int:
-        if not 0 <= row < self.num_rows.get(table, 0):
-            raise UserError(f"padding {table!r}: {row} is not a row of the tables {self.num_rows}")
-        return row
 
     def weight_of(self, table: str) -> Tensor:
         """Return the rows of one table as a view (num_rows, dim). Raises UserError for an unknown table."""

@@ -24,9 +24,6 @@ from dphybrid.embedding.lookup import is_integer, whole_numbers
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 
-_LARGEST = 2**40
-"""Largest number of rows a head. Testing a number of this size for primality takes a millisecond."""
-
 
 class NgramMemory(nn.Module):
     """Adds what a table in host memory holds for the last tokens: `h = h + memory(h, tokens)`.
@@ -76,14 +73,13 @@ class NgramMemory(nn.Module):
                 raise UserError(f"NgramMemory: {what}={value!r}; give an integer of at least {least}")
         if not isinstance(scale, SupportsFloat) or not 0 < scale < math.inf:
             raise UserError(f"NgramMemory: scale={scale!r}; give a finite number above 0")
-        self.orders = tuple(orders)
-        if not self.orders or any(not is_integer(n) or n < 2 for n in self.orders):
+        self.orders = orders = tuple(orders)
+        wrong = not orders or any(not is_integer(n) or n < 2 for n in orders)
+        if wrong or len(set(orders)) < len(orders):
             raise UserError(
-                f"NgramMemory: orders={list(self.orders)}; give lengths of at least 2, such as (2, 3). "
+                f"NgramMemory: orders={list(orders)}; give different lengths of at least 2, such as (2, 3). "
                 "Single tokens have rows in the model's own embedding"
             )
-        if len(set(self.orders)) < len(self.orders):
-            raise UserError(f"NgramMemory: orders={list(self.orders)} has a length twice; give each once")
         self.heads, self.separator = heads, separator
         sizes = _primes_up_to(rows, heads * len(self.orders))
         starts = np.cumsum([0, *sizes[:-1]])
@@ -145,25 +141,19 @@ class NgramMemory(nn.Module):
             raise UserError(
                 f"NgramMemory: token {int(tokens_BT.min())} is negative; replace padding by a token"
             )
-        length = tokens_BT.shape[1]
+        length, longest = tokens_BT.shape[1], max(self.orders)
+        padded_BX = F.pad(tokens_BT, (longest - 1, 0), value=-1)
         mixed_BT = (tokens_BT + 1) * self._factors[0]  # 0: no token
         # 1 where a token, counted back from here, belongs to the segment.
         inside_BT = torch.ones_like(tokens_BT)
-        ids_BTH = []
-        for back in range(1, max(self.orders)):
-            if back < length:
-                earlier_BT = F.pad(tokens_BT[:, :-back], (back, 0), value=-1)
-            else:
-                earlier_BT = torch.full_like(tokens_BT, -1)
+        mixed_of: dict[int, Tensor] = {}
+        for order in range(2, longest + 1):
+            earlier_BT = padded_BX[:, longest - order :][:, :length]
             if self.separator is not None:
                 inside_BT = inside_BT * (earlier_BT != self.separator)
-            mixed_BT = mixed_BT ^ ((earlier_BT + 1) * inside_BT * self._factors[back])
-            if back + 1 in self.orders:
-                first = self.orders.index(back + 1) * self.heads
-                span = slice(first, first + self.heads)
-                hashed_BTh = mixed_BT[..., None].remainder(self._sizes_H[span]) + self._starts_H[span]
-                ids_BTH.append((first, hashed_BTh))
-        return torch.cat([ids for _, ids in sorted(ids_BTH, key=lambda pair: pair[0])], -1)
+            mixed_of[order] = mixed_BT = mixed_BT ^ ((earlier_BT + 1) * inside_BT * self._factors[order - 1])
+        mixed_BTO = torch.stack([mixed_of[order] for order in self.orders], -1)
+        return mixed_BTO.repeat_interleave(self.heads, -1).remainder(self._sizes_H) + self._starts_H
 
     def forward(self, hidden_BTC: Tensor, tokens_BT: Tensor, before: Tensor | None = None) -> Tensor:
         """Return what is to be added to hidden_BTC: value * sigmoid(norm(hidden) . norm(key) / sqrt(C)).
@@ -203,8 +193,6 @@ class NgramMemory(nn.Module):
 def _primes_up_to(rows: int, count: int) -> list[int]:
     """Return the `count` largest primes up to an equal share of `rows`, descending. Raises UserError if there
     are fewer."""
-    if rows > _LARGEST * count:
-        raise UserError(f"NgramMemory: rows={rows}; give at most {_LARGEST * count:,} for {count} heads")
     primes: list[int] = []
     number = int(rows) // count
     while len(primes) < count and number > 1:
@@ -213,8 +201,8 @@ def _primes_up_to(rows: int, count: int) -> list[int]:
         number -= 1
     if len(primes) < count:
         raise UserError(
-            f"NgramMemory: rows={rows} are too few; {count} heads need a prime of their own each, so give "
-            f"at least {_primes_needed(count) * count}"
+            f"NgramMemory: rows={rows} are too few; {count} heads need a prime of their own each, up to an "
+            "equal share of the rows; give more"
         )
     return primes
 
@@ -224,12 +212,3 @@ def _is_prime(number: int) -> bool:
         return number > 1
     divisors = np.arange(3, math.isqrt(number) + 1, 2)
     return bool(number % 2 and (number % divisors).all())
-
-
-def _primes_needed(count: int) -> int:
-    """Return the `count`-th prime."""
-    number = 1
-    while count:
-        number += 1
-        count -= _is_prime(number)
-    return number

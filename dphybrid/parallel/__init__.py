@@ -4,8 +4,8 @@ A forward of `DataParallel` has torch's four steps, one module each: `scattering
 `replication` (copies of the module), `applying` (calls them), `gathering` (joins the outputs).
 
 Where to read: `data_parallel` (the class), then the four steps; `splits` (sizes of the shares, and their
-record), `nests` (nested inputs and outputs), `comparison` (a step split and on one device), `check` (layers
-that differ or fail), `devices` (device texts).
+record), `nests` (nested inputs and outputs), `comparison` (a step split and on one device), `devices`
+(device texts).
 """
 
 from dphybrid.parallel.applying import parallel_apply

@@ -11,6 +11,7 @@ import math
 import random
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dphybrid.parallel.applying import running
-from dphybrid.parallel.check import check_module
-from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
+from dphybrid.parallel.data_parallel import find_data_parallel
 from dphybrid.parallel.devices import Devices
 from dphybrid.parallel.nests import leaves
+from dphybrid.parallel.replication import check_module
 from dphybrid.parallel.scattering import connect, is_table, shared_tables
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
@@ -114,7 +115,14 @@ def _compare(model: nn.Module, batch: Any) -> tuple[_Difference | None, list[str
         idle = [name for name, replicas in split.replicas.items() if len(replicas) < 2]
         if len(idle) == len(split.regions):
             raise _NotCompared("no DataParallel was called with two rows or more")
-        if difference := _written(whole, split) or _in_outputs(model, batch, whole, split):
+        difference = _first_difference(whole.parameters(), [split.parameters()], split.eps)
+        for name, replicas in split.replicas.items():
+            # All replicas but the first lose what forward writes to them, unless all write the same, as for a
+            # cache.
+            if replicas and difference is None:
+                states = [_state(name, replica) for replica in replicas]
+                difference = _first_difference(_state(name, whole.regions[name].module), states, split.eps)
+        if difference := difference or _in_outputs(model, batch, whole, split):
             return difference, idle
         one, two = whole.gradients(), split.gradients()
         largest = max((_largest(gradient) for values in one.values() for gradient in values), default=0.0)
@@ -124,21 +132,6 @@ def _compare(model: nn.Module, batch: Any) -> tuple[_Difference | None, list[str
             if weight.requires_grad:
                 weight.data *= 1.1
     return None, idle
-
-
-def _written(whole: "_Trial", split: "_Trial") -> _Difference | None:
-    """Return a parameter, buffer or attribute that forward writes and replicas lose. All replicas but the
-    first lose what they write, unless all of them write the same, as for a cache."""
-    one, two = (
-        {(name, "its value"): [weight] for name, weight in trial.model.named_parameters()}
-        for trial in (whole, split)
-    )
-    difference = _first_difference(one, [two], split.eps)
-    for name, replicas in split.replicas.items():
-        if replicas and difference is None:
-            states = [_state(name, replica) for replica in replicas]
-            difference = _first_difference(_state(name, whole.regions[name].module), states, split.eps)
-    return difference
 
 
 def _in_outputs(model: nn.Module, batch: Any, whole: "_Trial", split: "_Trial") -> _Difference | None:
@@ -182,11 +175,13 @@ class _Trial(TorchDispatchMode):
             region.use_devices(Devices(f"{home}*{count}", (home,) * count, count > 1))
             for table in shared_tables(region.module).values() if region.dim == 0 else ():
                 connect(table, region)  # type: ignore[arg-type]
-            self._keep_replicas(name, region)
+            self.replicas[name] = []
+            region.replicate = partial(self._replicate, name, region.replicate)  # type: ignore[method-assign]
             region.module.register_forward_pre_hook(lambda *_: self._seed())  # the same in each replica
-            self._watch(name, region, outputs_only=True)
+            region.register_forward_hook(partial(self._note, name, "its output"))
             for path, part in region.module.named_modules(prefix=name) if watch_all else ():
-                self._watch(path, part)
+                part.register_forward_pre_hook(partial(self._note, path, "its input"), with_kwargs=True)
+                part.register_forward_hook(partial(self._note, path, "its output"))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.native_dropout.default:
@@ -198,26 +193,17 @@ class _Trial(TorchDispatchMode):
                 result.fill_(0.5 if _eps(result) else 0)
         return result
 
-    def _keep_replicas(self, name: str, region: DataParallel) -> None:
-        replicate, self.replicas[name] = region.replicate, []
+    def _replicate(self, name: str, replicate: Any, *arguments: Any) -> list[nn.Module]:
+        self.replicas[name] = replicate(*arguments)
+        return self.replicas[name]
 
-        def kept(*arguments: Any) -> list[nn.Module]:
-            self.replicas[name] = replicate(*arguments)
-            return self.replicas[name]
-
-        region.replicate = kept  # type: ignore[method-assign, assignment]
-
-    def _watch(self, name: str, part: nn.Module, outputs_only: bool = False) -> None:
-        def note(quantity: str, nest: object) -> None:
-            values, call = self.values.setdefault(running().index, {}), 2
-            what = quantity
-            while (name, what) in values:
-                what, call = f"{quantity} in call {call}", call + 1
-            values[name, what] = [leaf.detach().clone() for leaf in _tensors(nest)]
-
-        if not outputs_only:
-            part.register_forward_pre_hook(lambda _, *inputs: note("its input", inputs), with_kwargs=True)
-        part.register_forward_hook(lambda _, __, output: note("its output", output))
+    def _note(self, name: str, quantity: str, _: nn.Module, *nests: Any) -> None:
+        """Keep what a hook of a module is given: its inputs, or its inputs and output."""
+        values, what, call = self.values.setdefault(running().index, {}), quantity, 2
+        while (name, what) in values:
+            what, call = f"{quantity} in call {call}", call + 1
+        nest = nests if quantity == "its input" else nests[-1]
+        values[name, what] = [leaf.detach().clone() for leaf in _tensors(nest)]
 
     def _seed(self) -> None:
         torch.manual_seed(self.seed)
@@ -232,6 +218,10 @@ class _Trial(TorchDispatchMode):
         self._seed()
         with self:
             self.outputs = _tensors(self.model(*args, **kwargs))
+
+    def parameters(self) -> _Values:
+        """Return the parameters of the copy and of its tables."""
+        return {(name, "its value"): [weight] for name, weight in self.model.named_parameters()}
 
     def gradients(self) -> _Values:
         """Return the gradients of a sum of the outputs in which each value has its own factor."""

@@ -76,25 +76,23 @@ def with_attributes(value: object, changed: Mapping[str, object]) -> object:
 
 def flatten(value: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
     """Return a nest's leaves, and a function that returns such a nest with other leaves."""
-    found, spec = pytree.tree_flatten(value, is_leaf)
-    held = {index: of for index, leaf in enumerate(found) if (of := attributes(leaf)) is not None}
-    if not held:
-        return found, lambda leaves: pytree.tree_unflatten(leaves, spec)
-    opened = {index: flatten(of) for index, of in held.items()}
+    outer, spec = pytree.tree_flatten(value, is_leaf)
+    opened = {n: flatten(held) for n, leaf in enumerate(outer) if (held := attributes(leaf)) is not None}
+    if not opened:
+        return outer, lambda leaves: pytree.tree_unflatten(leaves, spec)
 
     def rebuilt(leaves: Sequence[object]) -> Any:
-        rest = iter(leaves)
-        items = []
-        for index, leaf in enumerate(found):
+        rest, items = iter(leaves), list(outer)
+        for index, leaf in enumerate(outer):
             if index in opened:
                 inner, made = opened[index]
-                items.append(with_attributes(leaf, made(list(islice(rest, len(inner))))))
+                items[index] = with_attributes(leaf, made(list(islice(rest, len(inner)))))
             else:
-                items.append(next(rest))
+                items[index] = next(rest)
         return pytree.tree_unflatten(items, spec)
 
-    each = (opened[index][0] if index in opened else [leaf] for index, leaf in enumerate(found))
-    return [leaf for of_one in each for leaf in of_one], rebuilt
+    parts = (opened[index][0] if index in opened else [leaf] for index, leaf in enumerate(outer))
+    return [leaf for part in parts for leaf in part], rebuilt
 
 
 def leaves(value: object) -> list[Any]:
@@ -114,8 +112,8 @@ def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def map_leaves(function: Callable[[Any], object], value: object) -> Any:
     """Return the nest with `function` applied to everything in it that is not a container."""
-    found, rebuilt = flatten(value)
-    return rebuilt([function(leaf) for leaf in found])
+    of_value, rebuilt = flatten(value)
+    return rebuilt([function(leaf) for leaf in of_value])
 
 
 def joined(value: object, device: torch.device, dim: int) -> Any:
@@ -154,8 +152,8 @@ def batch_tensor(value: object) -> Tensor | Parts | None:
         return value if value.is_nested or value.dim() else None
     if isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            if (found := batch_tensor(item)) is not None:
-                return found
+            if (tensor := batch_tensor(item)) is not None:
+                return tensor
     return None
 
 
@@ -175,7 +173,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     and for values that contain tensors or data but cannot be split.
     """
     try:
-        found = {rows for leaf in leaves((args, kwargs)) if (rows := _num_rows(leaf, dim)) is not None}
+        counts = {rows for leaf in leaves((args, kwargs)) if (rows := _num_rows(leaf, dim)) is not None}
     except UserError:
         for path, leaf in named_inputs(args, kwargs):
             try:
@@ -183,7 +181,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
             except UserError as error:
                 raise UserError(f"{path}: {error}") from None
         raise
-    if len(found) > 1 or -1 in found:
+    if len(counts) > 1 or -1 in counts:
         sized = ((path, _num_rows(leaf, dim)) for path, leaf in named_inputs(args, kwargs))
         listed = ", ".join(
             f"{path}: {f'no dim {dim}' if rows == -1 else rows}" for path, rows in sized if rows is not None
@@ -192,7 +190,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
             f"tensors disagree on their rows (dim {dim}): {listed}; give each one row per sample, or wrap "
             "what all replicas share in Whole(...)"
         )
-    return found.pop() if found else None
+    return counts.pop() if counts else None
 
 
 def _num_rows(leaf: object, dim: int) -> int | None:
@@ -236,16 +234,14 @@ def _refuse_unsplittable(leaf: Any) -> None:
         )
     if isinstance(leaf, Iterator):
         raise UserError(f"a {kind} can be read only once, by the first replica; give a list or a tensor")
-    is_scalar = getattr(leaf, "ndim", None) == 0
-    is_array = not is_scalar and any(
-        hasattr(type(leaf), name) for name in ("__array__", "__arrow_c_stream__")
-    )
+    has_array = hasattr(type(leaf), "__array__") or hasattr(type(leaf), "__arrow_c_stream__")
+    is_array = has_array and getattr(leaf, "ndim", None) != 0
     if is_array or isinstance(leaf, array | bytearray | memoryview):
         raise UserError(
             f"a {kind} is not split; give torch.from_numpy(...) or another tensor, or Whole(...) for what "
             "all replicas share"
         )
-    if isinstance(leaf, nn.Module) or any(isinstance(each, Tensor) for each in leaves(_held_by(leaf))):
+    if isinstance(leaf, nn.Module) or any(isinstance(part, Tensor) for part in leaves(_held_by(leaf))):
         raise UserError(
             f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list, dict "
             "or dataclass, register the class with torch.utils._pytree, or wrap what all replicas share in "

@@ -13,12 +13,11 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.embedding.collection import is_dense
@@ -57,7 +56,7 @@ class Stateful(Protocol):
 class Generators:
     """State of torch's random generators in this process, encoded in hex."""
 
-    def state_dict(self) -> "GeneratorStates":
+    def state_dict(self) -> dict[str, Any]:
         cuda = (
             [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
             if torch.cuda.is_initialized()  # else the call would start CUDA in a run on the CPU
@@ -107,29 +106,12 @@ class Progress:
         vars(self).update(vars(other))
 
 
-_Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2**20)]
-
-
-class GeneratorStates(TypedDict):
-    """The state of `Generators`."""
-
-    torch: _Hex
-    cuda: list[_Hex]
-
-
-class OptimizerPage(TypedDict, total=False):
-    """An optimizer's state without its tensors; see `flatten_optimizer`."""
-
-    optimizers: list["OptimizerPage"]
-    groups: list[dict[str, Any]]
-    numbers: dict[Annotated[str, Field(pattern=r"^\d+\.")], Any]
-
-
 class CheckpointState(Page):
     """`state.json` of a checkpoint: everything but its tensors.
 
     Attributes:
         since_full: How many checkpoints ago the last full one was; 0 for a full one.
+        optimizer: Of the blocks, without tensors; see `flatten_optimizer`.
         record: The states of `Session.stateful` by name (splits, the current window of metrics, seconds by
             stage), with which a resumed run's record continues without a gap.
         crc32: Checksums of the tensor files, by their name in the folder.
@@ -148,8 +130,8 @@ class CheckpointState(Page):
     devices: str = ""
     recipe: str = ""
     info: dict[str, Any] = Field(default_factory=dict)
-    optimizer: OptimizerPage
-    generators: GeneratorStates
+    optimizer: dict[str, Any]
+    generators: dict[str, Any]
     sha256: dict[str, str] = Field(default_factory=dict)
     crc32: dict[str, str] = Field(default_factory=dict)
     record: dict[str, Any] = Field(default_factory=dict)
@@ -219,7 +201,7 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
             raise
         # torch's optimizers take any state and fail at its first value of another kind.
         raise UserError(
-            f"{path}: the states of its optimizers do not fit this model ({type(error).__name__}: {error}); "
+            f"{path}: its states of optimizers or generators do not fit ({type(error).__name__}: {error}); "
             f"{REMEDY}"
         ) from error
     return page
@@ -387,7 +369,7 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
     return tensors, {"groups": state["param_groups"], "numbers": numbers}
 
 
-def _unflatten_optimizer(tensors: dict[str, Tensor], page: Any) -> dict[str, Any]:
+def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> dict[str, Any]:
     if "optimizers" in page:
         of_parts: list[dict[str, Tensor]] = [{} for _ in page["optimizers"]]
         for name, tensor in tensors.items():

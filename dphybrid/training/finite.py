@@ -23,12 +23,13 @@ _BLOCK = 2**18  # entries checked at once: bounds the memory of the masks
 def gradient_sum(parameters: Iterable[Tensor]) -> float:
     """Return the sum of all gradients. If it is finite, so is each gradient; the sum of finite gradients may
     still overflow."""
-    grads = [p.grad for p in parameters if p.grad is not None]
     sums: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        values = grad._values() if grad.is_sparse else grad
-        # If only the sum overflows, `not_finite` checks each gradient, finds nothing, and the step is taken.
-        sums.setdefault(values.device, []).append(values.sum().double())
+    for grad in (parameter.grad for parameter in parameters):
+        if grad is not None:
+            values = grad._values() if grad.is_sparse else grad
+            # If only the sum overflows, `not_finite` checks each gradient, finds nothing, and the step is
+            # taken.
+            sums.setdefault(values.device, []).append(values.sum().double())
     # One float() for each device: each makes the host wait for that device.
     return sum(float(torch.stack(parts).sum()) for parts in sums.values())
 
@@ -39,23 +40,21 @@ def not_finite(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clip
 
     clipped: whether gradients were scaled by their norm, which may be infinite although each one is finite.
     """
-    if (problem := _first_problem(_tensors_of_step(model, batch, loss))) is not None:
+    tables, parameters = find_tables(model), _parameters(model)
+    gradients = {name: rows for name, table in tables.items() if (rows := table.row_gradients()) is not None}
+    problem = _first_problem(
+        [
+            *((f"the batch's {name}", value, None) for name, value in batch.items()),
+            *((f"table {name}", tables[name].settled()[ids], ids) for name, (ids, _) in gradients.items()),
+            *parameters,
+            ("the loss", loss, None),
+            *((f"the gradient of table {name}", grads, ids) for name, (ids, grads) in gradients.items()),
+            *((f"the gradient of {name}", weight.grad, None) for name, weight, _ in parameters),
+        ]
+    )
+    if problem is not None:
         return " is ".join(problem)
     return "the gradients' norm is infinite, although each of them is finite" if clipped else ""
-
-
-def _tensors_of_step(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor) -> Iterator[Rows]:
-    row_gradients = {name: table.row_gradients() for name, table in find_tables(model).items()}
-    yield from ((f"the batch's {name}", value, None) for name, value in batch.items())
-    for name, table in find_tables(model).items():
-        if (gradients := row_gradients[name]) is not None:
-            yield f"table {name}", table.settled()[gradients[0]], gradients[0]
-    yield from _parameters(model)
-    yield "the loss", loss, None
-    for name, gradients in row_gradients.items():
-        if gradients is not None:
-            yield f"the gradient of table {name}", gradients[1], gradients[0]
-    yield from ((f"the gradient of {name}", p.grad, None) for name, p, _ in _parameters(model))
 
 
 def check_finite(
@@ -90,10 +89,10 @@ def _bad_block(model: nn.Module) -> tuple[str, str] | None:
     return _first_problem(_parameters(model)) or _first_problem(buffers, infinite_too=False)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, None]]:
-    """Yield the dense parameters by name: all except the tables' weights."""
+def _parameters(model: nn.Module) -> list[Rows]:
+    """Return the dense parameters by name: all except the tables' weights."""
     dense = is_dense(model)
-    return ((f"parameter {name}", value, None) for name, value in model.named_parameters() if dense(value))
+    return [(f"parameter {name}", value, None) for name, value in model.named_parameters() if dense(value)]
 
 
 def _dense_states(model: nn.Module, dense: torch.optim.Optimizer | None) -> Iterator[Rows]:
@@ -124,15 +123,13 @@ def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | 
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return None
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), _BLOCK):
-        block = flat[start : start + _BLOCK]
+    for start, block in enumerate(tensor.detach().reshape(-1).split(_BLOCK)):
         # A NaN or inf makes the sum NaN or inf, and a sum is ten times as fast as isfinite. If only the sum
         # overflows, isfinite decides. Half-precision sums would overflow too often.
         if math.isfinite(float(block.sum(dtype=torch.float32 if block.element_size() < 4 else None))):
             continue
         bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)
         if bool(bad.any()):
-            first = int(bad.nonzero()[0])
-            return (start + first) // max(1, tensor[0].numel() if tensor.dim() else 1), float(block[first])
+            first, row = int(bad.nonzero()[0]), max(1, tensor[0].numel() if tensor.dim() else 1)
+            return (start * _BLOCK + first) // row, float(block[first])
     return None

@@ -154,16 +154,6 @@ def changed_rows(checkpoint: Path, table: str) -> Tensor | None:
         return ids_U.long()
 
 
-def _checked_rows(checkpoint: Path, table: str, num_rows: int) -> Tensor | None:
-    ids_U = changed_rows(checkpoint, table)
-    # In a file that somebody else wrote, they may be anything.
-    if ids_U is not None and len(ids_U) and not 0 <= int(ids_U.min()) <= int(ids_U.max()) < num_rows:
-        raise UserError(
-            f"{changed_file(checkpoint, table)}: has changes of rows that are not in the table; {REMEDY}"
-        )
-    return ids_U
-
-
 def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
     """Fill `target` in place with a table's weight or state `name`, slice by slice. Raises UserError when
     shapes differ."""
@@ -171,7 +161,7 @@ def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
     file = changed_file(checkpoint, table)
     if file.is_file():
         by_row = rows_of(name) in tensor_shapes(file)
-        ids_U = _checked_rows(checkpoint, table, len(target)) if by_row else None
+        ids_U = changed_rows(checkpoint, table) if by_row else None
         _read_into(file, rows_of(name) if by_row else name, target, ids_U)
 
 
@@ -187,6 +177,6 @@ def mapped_weight(checkpoint: Path, table: str, like: Tensor) -> Tensor:
             f"{path}: weight is {tuple(weight.shape)} of {weight.dtype}, but the model's table is "
             f"{tuple(like.shape)} of {like.dtype}; use the data and config it was trained with"
         )
-    if (ids_U := _checked_rows(checkpoint, table, len(weight))) is not None:
+    if (ids_U := changed_rows(checkpoint, table)) is not None:
         _read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)
     return weight

@@ -43,7 +43,7 @@ def test_a_collection_has_the_start_values_of_its_tables(tmp_path: Path) -> None
     assert torch.equal(kept.weight_of("a"), 0.5 * one[:40])
     assert torch.equal(kept.weight_of("b")[2], torch.zeros(4))
     assert torch.equal(kept.weight_of("b")[3:], 0.01 * one[43:])
-    with pytest.raises(ValueError, match="std has no value for table 'b'"):
+    with pytest.raises(ValueError, match="std lacks 'b'"):
         HostEmbeddingCollection({"a": 40, "b": 60}, 4, std={"a": 0.5})
 
 

@@ -14,7 +14,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
 from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import find_data_parallel, resolve_devices
-from dphybrid.parallel.check import check_module
+from dphybrid.parallel.replication import check_module
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DCN, DLRM, SideBySide, Sizes

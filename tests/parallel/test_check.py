@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.parallel import run
 from dphybrid.parallel import DataParallel
-from dphybrid.parallel.check import check_module
+from dphybrid.parallel.replication import check_module
 from tests.parallel import zoo
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dphybrid.parallel import DataParallel, Devices, parallel_apply, replication
 from dphybrid.parallel.applying import running
-from dphybrid.parallel.check import check_module
+from dphybrid.parallel.replication import check_module
 from tests.parallel.zoo import MODES, Running
 
 SAMPLES = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
