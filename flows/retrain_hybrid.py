@@ -19,7 +19,14 @@ from dphybrid.cli.train import flow_command
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge
-from dphybrid.lifecycle.retrain import Plan, plan_retraining, reason_to_wait, retrained_model, retraining
+from dphybrid.lifecycle.retrain import (
+    Plan,
+    plan_retraining,
+    reason_to_wait,
+    retrained_model,
+    retraining,
+    stopped_retraining,
+)
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, giving_back, shown_waiting, too_late
@@ -79,11 +86,7 @@ def retrain_hybrid(
 
 
 def _retrained(
-    config: ExperimentConfig,
-    stop: StopRequest,
-    min_new_rows: int,
-    min_gain: float,
-    event: str,
+    config: ExperimentConfig, stop: StopRequest, min_new_rows: int, min_gain: float, event: str
 ) -> State:
     settings, model, decided = load_settings(), retrained_model(config), None
     for run, decision in decide_waiting(settings, model):
@@ -92,22 +95,25 @@ def _retrained(
         else:
             print(f"Note: {run.folder.name} has no decision yet: {decision}", flush=True)
     # This flow run was started before and was queued again: continue its run, whatever is new by now.
-    before = find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id)
-    if before:
-        run = read_run(settings.runs_dir / before, settings)
-        if (run.folder / "report.json").is_file():  # trained and reported: only the comparison was missing
-            return _compared(model, run.folder.name, min_gain)
-        planned = Plan(config=run.config, model=model, champion=run.page.tags.get(CHAMPION_TAG, ""))
+    own, prepared = find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id), None
+    begun = read_run(settings.runs_dir / own, settings) if own else None
+    if begun and begun.status == "finished":  # trained and reported: only the comparison was missing
+        return _compared(model, begun.folder.name, min_gain)
+    if begun:
+        planned = Plan(config=begun.config, model=model, champion=begun.page.tags.get(CHAMPION_TAG, ""))
     else:
         # New data, and the champion to continue from.
         planned = as_task("plan", lambda: plan_retraining(config, settings, event))
-    if planned.stop:
-        return decided or ended("NothingNew", planned.stop)
-    prepared = as_task("prepare", lambda: str(prepare_data(planned.config, settings).data.path))
-    if planned.champion and not before and (wait := reason_to_wait(prepared, min_new_rows, event)):
-        return decided or ended("NotEnoughNew", wait)
+        if planned.stop:
+            return decided or ended("NothingNew", planned.stop)
+        begun = stopped_retraining(planned.config, settings)
+    if begun is None:
+        prepared = as_task("prepare", lambda: str(prepare_data(planned.config, settings).data.path))
+        if planned.champion and (wait := reason_to_wait(prepared, min_new_rows, event)):
+            return decided or ended("NotEnoughNew", wait)
     tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: f"{min_gain:g}"}
-    report = trained(planned.config, stop, tags=tags, prepared=prepared)
+    resume = begun.folder.name if begun else None
+    report = trained(planned.config, stop, resume=resume, tags=tags, prepared=prepared)
     return _compared(model, report.run_name, min_gain)
 
 

@@ -24,7 +24,8 @@ from dphybrid.lifecycle.champion import (
 )
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
-from dphybrid.run.folder import Run, retrainings
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.folder import Run, changed_values, retrainings
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
@@ -166,6 +167,18 @@ def _from_champion(
             "give the champion's values, or another checkpoint.register_as"
         )
     return apply_overrides(config, [f"data.base={prepared}", f"train.warm_start={checkpoint}"])
+
+
+def stopped_retraining(config: ExperimentConfig, settings: Settings) -> Run | None:
+    """Return a retraining with these values that stopped before its end, as one that gave way does, or
+    None."""
+    for run in reversed(retrainings(settings, retrained_model(config))):
+        with suppress(UserError):  # its prepared data was removed, say
+            if run.status == "stopped":
+                now = Experiment.open(config, settings, run.page.prepared).config
+                if not changed_values(run.config.model_dump(mode="json"), now):
+                    return run
+    return None
 
 
 def reason_to_wait(prepared: str, min_new_rows: int, event: str = "") -> str | None:

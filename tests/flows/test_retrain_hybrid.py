@@ -1,7 +1,9 @@
 """Retraining as data arrives, in this process on a temporary server, with MLflow's embedded store."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
 from dphybrid.training.metrics import BINARY
 from dphybrid.util.stop import StopRequest
-from flows.retrain_hybrid import retrain_hybrid
+from flows.retrain_hybrid import main, retrain_hybrid
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +69,24 @@ def test_three_days_of_data(
         assert state.is_completed(), state.message
         return f"{state.name}: {state.message}"
 
+    @contextmanager
+    def giving_way(_devices: object, _settings: Settings, stop: StopRequest) -> Iterator[None]:
+        stop.ask("the end of training hours", requeue=True)
+        yield
+
     write_day(days, 1, range(40))
-    assert retrain().startswith("Promoted: the challenger of clicks is better: validation auc")
+    page = tmp_path / "config.json"
+    page.write_text(config(days).model_dump_json())
+    with monkeypatch.context() as context:
+        context.setattr("dphybrid.run.train.giving_way", giving_way)
+        assert main(["--config", str(page)]) == os.EX_TEMPFAIL
+    write_day(days, 2, range(40))  # of which the run that goes on knows nothing
+    capsys.readouterr()
+    assert main(["--config", str(page)]) == 0
+    assert "Promoted: the challenger of clicks is better: validation auc" in capsys.readouterr().out
+    (days / "day-2.csv").unlink()
+    (run_page,) = runs.glob("*/run.json")
+    assert json.loads(run_page.read_text())["attempt"] == 2
     registry = open_registry(load_settings())
     first = registry.champion("clicks")
     assert first.number == "1"
