@@ -6,7 +6,6 @@ lock a file or write its page: accounts of one machine trust each other.
 """
 
 import os
-import pwd
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,19 +17,13 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import user_name
 from dphybrid.util.locks import NO_LINK, is_locked, lock
 
 _FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its files are locks, and links among them are not followed
 """Used where only root may write to /var/lock. All users must share one folder, so it cannot be in a home."""
 _MAX_BYTES = 65536
 _SHOWN = 300
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return f"user {os.getuid()}"
 
 
 def _shown(text: str) -> str:
@@ -51,7 +44,7 @@ class Holder(BaseModel):
     @classmethod
     def own(cls, run: str, **more: object) -> Self:
         """Return the page of this process for a run."""
-        return cls.model_validate({"user": _user(), "run": run, "pid": os.getpid()} | more)
+        return cls.model_validate({"user": user_name(os.getuid()), "run": run, "pid": os.getpid()} | more)
 
     @property
     def mark(self) -> str:
@@ -164,7 +157,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     if holder is None:
         return f"{gpu.label} is not leased, so there is no run to ask"
     handle = _open_shared(_request_file(folder, gpu.uuid))
-    write_page(handle, f"{holder.mark} {_user()}")
+    write_page(handle, f"{holder.mark} {user_name(os.getuid())}")
     os.close(handle)
     asked = "asked to give way (it will unless its DPHYBRID_YIELD_TO_OTHERS is never)"
     return f"{gpu.label} is {holder.text()}; {asked}"

@@ -47,7 +47,7 @@ from dphybrid.training.metrics import Task
 from dphybrid.training.optimizers import averaged
 from dphybrid.training.results import SavingCosts
 from dphybrid.training.tensor_file import IDS, changed_file, changed_rows, rows_of, table_file, write_tensors
-from dphybrid.util.digests import copy_files, file_digest
+from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making, remove_folder
 
@@ -361,8 +361,11 @@ class CheckpointWriter:
             return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 
     def _copied_encoder(self, encoder: Path, partial: Path) -> dict[str, str]:
-        sums = copy_files(encoder, partial / "encoder")
-        copied = {f"encoder/{name}": digest for name, digest in sums.items()}
+        (partial / "encoder").mkdir()
+        copied = dict[str, str]()
+        for file in sorted(encoder.iterdir()):
+            copy = shutil.copyfile(file, partial / "encoder" / file.name)
+            copied[f"encoder/{file.name}"] = file_digest(copy)
         for name, digest in copied.items():
             if self._encoder_sums.get(name, digest) != digest:
                 raise UserError(

@@ -60,21 +60,6 @@ def _code_of(cls: type) -> str:
         return repr([marshal.dumps(function.__code__) for function in functions])
 
 
-def copy_files(source: Path, target: Path) -> dict[str, str]:
-    """Copy the files of a folder into a new one; return the sha256 in hex of the content read, by name."""
-    target.mkdir()
-    sums = {}
-    for file in sorted(source.iterdir()):
-        digest = hashlib.sha256()
-        # Unbuffered: a buffer would only add a copy of these large chunks.
-        with file.open("rb", buffering=0) as read, (target / file.name).open("wb") as written:
-            while chunk := read.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                written.write(chunk)
-        sums[file.name] = digest.hexdigest()
-    return sums
-
-
 def file_crc(path: Path) -> str:
     """Return the CRC-32 of a file in hex. It detects damage, not forgery, much faster than sha256."""
     crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))

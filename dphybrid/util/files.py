@@ -94,34 +94,26 @@ def check_target(file: str | Path, what: str) -> Path:
     return target
 
 
-def fault_of(found: os.stat_result) -> str | None:
-    """Return why a file must not be obeyed, or None: it belongs to neither this user nor root, every user may
-    write it, or it is no regular file."""
-    if found.st_uid not in (0, os.getuid()):
-        return f"it belongs to user {_user_name(found.st_uid)}; remove it, or work in a folder of your own"
-    if stat.S_ISLNK(found.st_mode):
-        return None  # its target decides
-    if not stat.S_ISREG(found.st_mode):
-        return "it is not a regular file"
-    return "every user may write it (chmod o-w forbids that)" if found.st_mode & stat.S_IWOTH else None
-
-
 def read_own_text(path: Path) -> str:
-    """Return the text of a file that is safe to obey. Raises UserError with the fault (see `fault_of`),
-    OSError, UnicodeDecodeError."""
-    # A link's owner chooses its target, so the link is checked as well. The opened file is checked, not its
-    # name: in a folder where others may write, the name can lead to another file a moment later.
-    fault = fault_of(path.lstat())
-    if fault is None:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
-        with os.fdopen(handle, "rb") as stream:
-            fault = fault_of(os.fstat(handle))
-            if fault is None:
-                return _small(stream, path).decode()
+    """Return the text of a file that is safe to obey: a regular one of this user or root, which not every
+    user may write. Raises UserError for another one, OSError, UnicodeDecodeError."""
+    # Opened first, as the name can lead to another file a moment later; a pipe without a writer would block.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as stream:
+        # A link's owner chooses its target, so the link is checked as well.
+        link, file = path.lstat(), os.fstat(handle)
+        fault = "it is not a regular file" if not stat.S_ISREG(file.st_mode) else ""
+        if file.st_mode & stat.S_IWOTH:
+            fault = "every user may write it (chmod o-w forbids that)"
+        for owner in {link.st_uid, file.st_uid} - {0, os.getuid()}:
+            fault = f"it belongs to user {user_name(owner)}; remove it, or work in a folder of your own"
+        if not fault:
+            return _small(stream, path).decode()
     raise UserError(f"{path.absolute()} is ignored: {fault}")
 
 
-def _user_name(number: int) -> str:
+def user_name(number: int) -> str:
+    """Return a user's name, or the number of one without a name."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -17,7 +17,7 @@ from dphybrid.lifecycle.champion import compared, open_registry
 from dphybrid.lifecycle.retrain import retraining
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
-from dphybrid.training.metrics import BINARY
+from dphybrid.training.metrics import BINARY, REGRESSION
 from dphybrid.util.stop import StopRequest
 from flows.retrain_hybrid import main, retrain_hybrid
 
@@ -120,7 +120,6 @@ def test_three_days_of_data(
     run = read_run(second.run_tags["dphybrid.run_folder"], load_settings())
     data = open_prepared(Path(run.page.prepared))
     assert not set(data.arrays["valid_rows"]) & set(data.arrays["train_rows"])
-    assert retrain().startswith("NothingNew")
 
     write_day(days, 3, range(60), noise=True)
     kept = retrain()
@@ -154,3 +153,14 @@ def test_the_bootstrap_knows_a_gain_from_noise() -> None:
     assert kept.low < 0 < kept.gain < kept.high
     assert not kept.promoted
     assert kept.text.startswith("kept: not significantly better: validation auc 0.")
+
+
+def test_of_an_error_the_smaller_is_the_better() -> None:
+    def outputs(errors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": errors.square(), "weight": torch.ones(len(errors))}
+
+    errors = torch.randn(2000, generator=torch.Generator().manual_seed(0))
+    better = compared(outputs(errors), outputs(errors / 2), REGRESSION, 0, "the old one's")
+    assert better.promoted
+    assert better.gain == better.champion["mse"] - better.challenger["mse"] > better.low > 0
+    assert not compared(outputs(errors / 2), outputs(errors), REGRESSION, 0, "the old one's").promoted

@@ -2,19 +2,24 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from uuid import UUID
 
 import polars as pl
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from sklearn.metrics import roc_auc_score
 
+from dphybrid.cli.main import main
 from dphybrid.orchestration.checking import PACKAGED
 from tests.flows.servers import REPOSITORY, Team
 from tests.test_pages import commands, write_visits
@@ -92,9 +97,12 @@ def terminal(team: Team) -> Iterator[Terminal]:
 
 
 @pytest.fixture(scope="module")
-def deployed(terminal: Terminal, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the page's deployment tells for one more host, on a server that was set up for two."""
-    return terminal.types(tmp_path_factory.mktemp("deployed"), ADDRESS, f"{DEPLOY} --host three")
+def deployed(team: Team, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What `deploy` tells for one more host, on a server that was set up for two."""
+    shown, elsewhere = StringIO(), tmp_path_factory.mktemp("deployed")
+    with temporary_settings({PREFECT_API_URL: team.api}), chdir(elsewhere), redirect_stdout(shown):
+        assert main([*shlex.split(DEPLOY)[1:], "--host", "three"]) == 0
+    return shown.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -145,18 +145,8 @@ ORDERS = sorted(set(itertools.permutations("AAABBB")))
 @pytest.mark.parametrize("order", ORDERS, ids="".join)
 @pytest.mark.nightly
 def test_two_retrainings_in_every_order(shop: Shop, order: tuple[str, ...]) -> None:
-    in_this_order(shop, order)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("order", ["AAABBB", "ABABAB", "ABBBAA", "BABABA", "BAAABB"])
-def test_two_retrainings_in_some_orders(shop: Shop, order: str) -> None:
-    in_this_order(shop, tuple(order), f"some-{order}")
-
-
-def in_this_order(shop: Shop, order: tuple[str, ...], name: str = "") -> None:
-    """Take the steps of two retrainings, each plan, train, decide, in an order."""
-    name, how = name or "".join(order), {"A": GOOD, "B": FAIR}
+    """The steps of two retrainings, each plan, train, decide."""
+    name, how = "".join(order), {"A": GOOD, "B": FAIR}
     shop.begin(name)
     done: dict[str, Any] = {}
     champions, decided = ["1"], dict[str, Decision]()

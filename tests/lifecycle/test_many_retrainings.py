@@ -18,13 +18,12 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import CHAMPION_TAG
 from dphybrid.run.train import run_job
 from dphybrid.util.stop import StopRequest
-from tests.commands import command, python
-from tests.conftest import REPOSITORY
+from tests.commands import command
 from tests.stores import put_database
 
+COUNT = 6
 KEPT_BY_MLFLOW = ("rows of datasets", "rows of inputs", "rows of input_tags")
 """`mlflow gc` does not remove what it knows of a removed run's data: a few short rows a retraining."""
-RETRAIN = "import sys; from tests.lifecycle.test_many_retrainings import retrain; retrain(sys.argv[1:])"
 
 
 def retrain(values: list[str]) -> None:
@@ -87,10 +86,7 @@ def measure(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [4, 40])
 def test_as_much_is_there_after_all_retrainings_as_after_half(
-    count: int,
     data_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -112,19 +108,15 @@ def test_as_much_is_there_after_all_retrainings_as_after_half(
     ]
     others = running_children()
     seen = list[dict[str, int]]()
-    for hour in range(1, count + 1):
+    for hour in range(1, COUNT + 1):
         write_hour(hours, hour)
-        if count == 40:
-            told = python("-c", RETRAIN, *values, cwd=REPOSITORY).stdout
-        else:
-            retrain(values)
-            told = capsys.readouterr().out
-        last = told.splitlines()[-1]
+        retrain(values)
+        last = capsys.readouterr().out.splitlines()[-1]
         assert "validation auc" in last or last.startswith("not compared"), last
         for folder in (data_dir / "prepared").iterdir():
             os.utime(folder, (0, 0))  # hours have passed
         command("runs", "remove", "--older-than", "0", "--yes")
-        if hour in (count // 2, count):
+        if hour in (COUNT // 2, COUNT):
             collect_garbage(database, monkeypatch)
             seen.append(measure(data_dir, database, data_dir / "mlflow" / "artifacts", scratch, others))
     print("after half and all of the retrainings:", *seen, sep="\n")
@@ -136,6 +128,6 @@ def test_as_much_is_there_after_all_retrainings_as_after_half(
     grown = {name: (before[name], now) for name, now in after.items() if now > 1.3 * before[name] + 5}
     assert grown.keys() <= set(KEPT_BY_MLFLOW), grown
     for name in KEPT_BY_MLFLOW:
-        assert whole[name] <= 5 * count
+        assert whole[name] <= 5 * COUNT
     assert whole["processes"] == half["processes"] == 0
     assert whole["scratch"] == 0

@@ -1,4 +1,4 @@
-"""Retraining of a class or a number as label promotes or keeps by the metric's own direction."""
+"""Retraining with a class as label; the champion's own values and registry."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tests.refusing import refused
 
 
 def day(number: int, shops: range) -> pl.DataFrame:
-    """Rows of a day: class and size follow from the shop."""
+    """Rows of a day: the class follows from the shop."""
     random = np.random.default_rng(number)
     shop = random.integers(shops.start, shops.stop, 400)
     return pl.DataFrame(
@@ -30,7 +30,6 @@ def day(number: int, shops: range) -> pl.DataFrame:
             "shop": [f"s{n}" for n in shop],
             "weather": random.normal(size=400),  # no two rows are the same
             "kind": [("red", "green", "blue")[n % 3] for n in shop],
-            "size": 500.0 + 40 * shop + random.normal(0, 5, 400),
         }
     )
 
@@ -41,17 +40,16 @@ def days(tmp_path: Path) -> Path:
     return tmp_path / "days"
 
 
-def retrained(days: Path, label: str, min_gain: float = 0.0) -> Decision:
-    other = {"kind": "size", "size": "kind"}[label]
+def retrained(days: Path, min_gain: float = 0.0) -> Decision:
     config = build_config(
         {
             "recipe": "ctr",
             "devices": "cpu*2",
-            "data": {"path": str(days), "label": label, "ignore": [other]},
+            "data": {"path": str(days), "label": "kind"},
             "model": {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0},
             "table": {"lr": 0.2},
             "train": {"epochs": 2, "batch_size": 50, "lr": 0.02},
-            "checkpoint": {"register_as": label},
+            "checkpoint": {"register_as": "kind"},
         }
     )
     planned = plan_retraining(config, load_settings())
@@ -68,34 +66,25 @@ def test_retraining_needs_a_registry(place: str, data_dir: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("label", "metric", "higher"), [("kind", "accuracy", True), ("size", "rmse", False)])
 def test_the_better_challenger_is_promoted(
-    label: str,
-    metric: str,
-    higher: bool,
-    days: Path,
-    data_dir: Path,
-    embedded_store: None,
-    monkeypatch: pytest.MonkeyPatch,
+    days: Path, data_dir: Path, embedded_store: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dphybrid.lifecycle.champion._NUM_RESAMPLES", 50)
     day(1, range(6)).write_parquet(days / "day-1.parquet")
-    assert retrained(days, label).promoted
+    assert retrained(days).promoted
     day(2, range(3, 12)).write_parquet(days / "day-2.parquet")  # of six shops the champion knows nothing
-    better = retrained(days, label)
-    assert (better.challenger[metric] > better.champion[metric]) is higher
+    better = retrained(days)
     assert better.promoted
-    assert better.gain == pytest.approx(abs(better.challenger[metric] - better.champion[metric]))
+    assert better.gain == better.challenger["accuracy"] - better.champion["accuracy"]
     assert 0 < better.low < better.gain < better.high
-    champion = open_registry(load_settings()).champion(label)
+    champion = open_registry(load_settings()).champion("kind")
     assert champion.number == "2"
-    assert champion.decision.startswith(f"promoted: better: validation {metric} ")
-    if label == "kind":
-        day(3, range(12)).write_parquet(days / "day-3.parquet")
-        assert not retrained(days, label, min_gain=1000.0).promoted  # more than there is to gain
-        day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
-        with refused(r"classes were \['blue', 'green', 'red'\] and are now .*'pink'"):
-            retrained(days, label)
+    assert champion.decision.startswith("promoted: better: validation accuracy ")
+    day(3, range(12)).write_parquet(days / "day-3.parquet")
+    assert not retrained(days, min_gain=1000.0).promoted  # more than there is to gain
+    day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
+    with refused(r"classes were \['blue', 'green', 'red'\] and are now .*'pink'"):
+        retrained(days)
 
 
 @pytest.mark.usefixtures("unrecorded")
