@@ -208,7 +208,11 @@ def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: P
         ("train --data clicks.csv", "--data: there is no such flag; did you mean '--data.path' or "),
         ("train --train=3", "did you mean '--train.epochs' or '--train.batch-size' or "),
         ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
-        ("train --data.ignore a b --data.label y", "unexpected 'b'; write --data.ignore a,b"),
+        (
+            "train --data.ignore a b --data.label y",
+            "unexpected 'b'; write --data.ignore a,b, or --data.ignore 'a b' if it is one name",
+        ),
+        ("train --label y", "--label: there is no such flag; did you mean '--data.label'?"),
         ("train toy --train.epochs 1", "unexpected 'toy'; write --recipe toy"),
     ],
 )

@@ -91,7 +91,8 @@ class ConfigCommand(Command):
         flag, *items = before[named[-1] :] if named else [""]
         name = flag[2:].replace("-", "_")
         if items and _is_list(name, words):
-            return f"unexpected {word!r}; write {as_flags({name: [*items, *loose]})}"
+            several, one = as_flags({name: [*items, *loose]}), as_flags({name: " ".join([*items, *loose])})
+            return f"unexpected {word!r}; write {several}, or {one} if it is one name"
         meant = "config" if word.endswith(".toml") else "data.path"
         meant = "recipe" if word in recipe_names() else meant
         return f"unexpected {' '.join(loose)!r}; write {as_flags({meant: word})}"

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
 from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings
-from dphybrid.recipes.registry import BUILT_IN, DEFAULT, choose_recipe, find_recipe, recipe_names
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, type_text
 from dphybrid.util.files import given_path, read_small_text
 from dphybrid.util.importing import check_installed
@@ -86,6 +86,9 @@ def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     if not meant:
         near = difflib.get_close_matches(leaf, [leaves[full] for full in candidates], n=1)
         meant = [full for full in candidates if leaves[full] in near]
+    if not meant and not section:  # such as --label, where nothing else says that the data is a table
+        same = [full for full in field_types(OF_TABLES) if full.rpartition(".")[2] == leaf]
+        meant = [f"{name.removesuffix(bare)}{full}".replace("_", "-" if flags else "_") for full in same]
     if meant:
         return f"there is no such {what}; did you mean {' or '.join(map(repr, meant[:4]))}?"
     return f"there is no such {what}; known: {', '.join(same_section)}"

@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
-from mlflow.types.schema import AnyType, ColSpec, DataType, ParamSchema, ParamSpec, Schema
+from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.record import Line
@@ -242,20 +242,17 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _signature(folder: Path) -> ModelSignature | None:
-    """Return the model's input columns and its outputs for each row; None if it does not read a table. The
-    inputs are of any type, as `Predictor` takes both numbers and texts."""
+    """Return the model's outputs for each row; None if it does not read a table. Without its inputs: MLflow
+    would check each cell in Python, and refuse numbers or texts where `Predictor` takes both."""
     info = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("info", {})
     if "inputs" not in info:
         return None
-    columns = Schema([ColSpec(AnyType(), name, required=False) for name in info["inputs"]])
     kinds = {"float32": DataType.float, "float64": DataType.double}
-    given = info.get("outputs", {}).items()
-    outputs = Schema([ColSpec(kinds[kind], n) for n, kind in given if kind in kinds])
+    outputs = [ColSpec(kinds[kind], name) for name, kind in info.get("outputs", {}).items() if kind in kinds]
     # `predict(rows, params={"classes": True})` of a label with classes.
-    if info.get("label", {}).get("classes"):
-        params = ParamSchema([ParamSpec("classes", DataType.boolean, False)])
-        return ModelSignature(columns, outputs, params)
-    return ModelSignature(columns, outputs)
+    classes = info.get("label", {}).get("classes")
+    params = ParamSchema([ParamSpec("classes", DataType.boolean, False)]) if classes else None
+    return ModelSignature(None, Schema(outputs), params)
 
 
 @dataclass(frozen=True)
