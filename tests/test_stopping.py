@@ -18,7 +18,7 @@ from dphybrid.run import build, trainer
 from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 from tests.fake_nvml import gpu, write_state
-from tests.test_politeness import machine  # noqa: F401 - a fixture
+from tests.gpus.test_devices import machine  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
 CONFIG = build_config({"recipe": "hybrid", "devices": "auto*1", "train": {"batch_size": 640}}).model_dump()

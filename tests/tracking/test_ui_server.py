@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.commands import command
-from tests.test_shared_folder import as_nobody
+from tests.gpus.test_shared_folder import as_nobody
 from tests.waiting import patience, wait_until
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Lightning's habits as values: accumulated gradients, fewer batches, a batch learnt by heart."""
+"""Options of an epoch's loop: accumulated gradients, fewer batches, a batch learnt by heart."""
 
 from pathlib import Path
 
