@@ -136,8 +136,8 @@ class TrainConfig(Section):
     """How long training runs, and how the dense blocks are trained."""
 
     epochs: int = Field(default=8, ge=0)
-    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200; over many
-    rows with columns of many values, an mlp of recipe ctr makes 1."""
+    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200. Over
+    many rows with columns of many values, recipe ctr's mlp makes one pass."""
     batch_size: int = Field(default=16, ge=0)
     """Rows per batch, over all devices together; each device gets about batch_size / devices of them. 0:
     computed from the number of training rows; the run prints it."""

@@ -54,7 +54,7 @@ class Snapshot:
             yield
 
     def close(self) -> None:
-        """Stop to put values aside."""
+        """Stop putting values aside."""
         self._closed.set()
 
     def check(self) -> None:

@@ -125,7 +125,7 @@ def verify_files(folder: Path, page: str, sums: Mapping[str, Mapping[str, str]],
         inside(folder, name, f"; {remedy}")
     for name in own_files(folder, remedy):
         if name not in listed and name != page:
-            raise UserError(f"{folder / name}: is not listed in {page}, so nobody vouches for it; remove it")
+            raise UserError(f"{folder / name}: is not listed in {page}, so it is not checked; remove it")
     # Threads use all cores, because hashing releases the interpreter lock.
     with ThreadPoolExecutor() as pool:
         for done in [

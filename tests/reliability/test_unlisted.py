@@ -40,7 +40,7 @@ def test_rows_of_another_checkpoint_are_refused(data_dir: Path) -> None:
     (checkpoint / "changed").mkdir()
     rows = {"row_numbers": torch.arange(len(weight)), "rows.weight": torch.zeros_like(weight)}
     write_tensors(checkpoint / "changed/table.safetensors", rows)
-    told = "changed/table.safetensors: is not listed in state.json, so nobody vouches for it; remove it"
+    told = "changed/table.safetensors: is not listed in state.json, so it is not checked; remove it"
     for which in ("run", str(checkpoint)):
         with refused(told):
             dphybrid.load(which)

@@ -172,7 +172,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         (folder / free).touch()
     verify_files(folder, "page.json", {"sha256": sums}, "")
     (folder / "y").touch()
-    with refused("y: is not listed in page.json, so nobody vouches for it; remove it"):
+    with refused("y: is not listed in page.json, so it is not checked; remove it"):
         verify_files(folder, "page.json", {"sha256": sums}, "")
     (folder / "y").unlink()
     (folder / "x").unlink()

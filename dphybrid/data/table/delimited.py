@@ -282,7 +282,7 @@ def _texts(connection: Any, file: Path, options: Mapping[str, Any], width: int, 
 def _words(
     rows: pl.DataFrame, texts: Sequence[int], names: Sequence[str], no_value: Sequence[str]
 ) -> list[str]:
-    """Return what is to say of words that count as no value in columns of texts, such as the country NA. By
+    """Return warnings about words that count as no value in columns of texts, such as the country NA. By
     the first rows, as DuckDB drops these words."""
     words = [word for word in no_value if word[:1].isalpha()]
     among = "" if len(rows) < _SNIFFED - 1 else f" in the first {_SNIFFED:,} rows"

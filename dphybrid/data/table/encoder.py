@@ -49,7 +49,7 @@ class Unknown:
         return self.unknown.get(name, 0) / max(1, self.cells.get(name, 0))
 
     def lines(self, columns: Sequence[Column]) -> list[str]:
-        """Return what is to say: of numbers and times that cannot be read, and of columns with many more
+        """Return warnings about numbers and times that cannot be read, and columns with many more
         unknown values than the validation rows had."""
         found = []
         for column in columns:

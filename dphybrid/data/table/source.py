@@ -484,7 +484,7 @@ def _description(
         if number:
             lines.append(f"{counted(number, f'row {what} is', f'rows {what} are')} left out")
     lines.append(
-        f"to change a role: --data.{', '.join(ROLE_FIELDS)} NAMES; or --data.schema-file with an edited copy "
-        "of this folder's schema.toml."
+        f"To change a column's role, name it with --data.{', --data.'.join(ROLE_FIELDS)}, or edit a copy of "
+        "this folder's schema.toml and give it as --data.schema-file."
     )
     return [f"  {line}" for line in lines]

@@ -155,7 +155,7 @@ def key_texts(column: pl.Series) -> pl.Series:
 
 
 def rows_in_both(keys: pl.Series, part_B: Array) -> str:
-    """Return what is to say of validation rows that are training rows, too, label included; empty if there
+    """Return a warning about validation rows that are also training rows, label included; empty if there
     are none. keys: hashes of the first rows."""
     train, valid = (keys.filter(pl.Series(part_B[: len(keys)] == part)) for part in (TRAIN, VALID))
     both = int(valid.is_in(train.unique().implode()).sum())
