@@ -113,7 +113,7 @@ def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
     for run in removal.runs:
         print(f"{run.folder.name}: would be removed")
     for path in removal.needless:
-        print(f"{path}: would be removed, no other run needs it")
+        print(f"{path}: would be removed, no run needs it")
     runs, size = counted(len(removal.runs), "run"), removal.num_bytes / 2**20
     print(
         f"{runs}, {size:,.1f} MiB"

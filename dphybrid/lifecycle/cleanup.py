@@ -1,5 +1,5 @@
-"""What runs leave behind: list them, and remove runs with everything that nothing else needs: a run's folder,
-its records, its prepared data, the frames that it was trained on, and its run and models in MLflow.
+"""List runs, and remove them: a run's folder, its record, and its run and models in MLflow. Prepared data and
+frames go by age.
 
 Runs stay while they are running, while records of them wait, and if a registered model's alias points to
 them.
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -27,18 +27,17 @@ from dphybrid.util.text import metric_text
 
 _MOST_DAYS = 36_500
 _FRESH_S = 3600.0
-"""Prepared data, frames and copies of champions stay for this long after their last use, and as long as a run
-may wait for GPUs: a run that begins may have chosen them, and has no page yet."""
+"""Prepared data and frames stay for at least this long after their last use, and as long as a run may wait
+for GPUs: a run that begins may have chosen them, and has no page yet."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What to remove: runs, and files and folders that only they need. kept: name of a run -> why it
-    stays."""
+    """What to remove: runs, and old prepared data and frames. kept: name of a run -> why it stays."""
 
-    runs: Sequence[Run] = ()
-    needless: Sequence[Path] = ()
-    kept: Mapping[str, str] = field(default_factory=dict)
+    runs: Sequence[Run]
+    needless: Sequence[Path]
+    kept: Mapping[str, str]
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +81,7 @@ def row_of(run: Run) -> dict[str, object]:
 
 def needs_of(run: Run, settings: Settings) -> dict[Path, int]:
     """Return the bytes of the prepared data and frames that a run needs, by path."""
-    return {path: size_of([path]) for path in sorted(_used_by([run], settings))}
+    return {path: size_of([path]) for path in sorted(_used_by([run]) & _own_paths(settings))}
 
 
 def plan_removal(
@@ -91,7 +90,7 @@ def plan_removal(
     older_than_days: float | None = None,
 ) -> Removal:
     """Find what to remove: the named runs, or all that were created more than `older_than_days` days ago,
-    with data that no run has used since.
+    with prepared data and frames that nothing has used since and no run that stays names.
 
     A run stays if MLflow, which knows the champions, cannot be asked about it where its record says that it
     is. Raises UserError for a name that no run of this data folder has, and for days below 0 or beyond a
@@ -127,13 +126,13 @@ def plan_removal(
             kept[run.folder.name] = why
         else:
             removed.append(run)
-    gone = {run.folder for run in removed}
-    staying = _used_by([run for run in runs if run.folder not in gone], settings)
-    needless = {path for path in _used_by(removed, settings, ended=False) if not _is_fresh(path, settings)}
-    if older_than_days is not None:  # and what no run names, such as data that was prepared for none
+    needless = set[Path]()
+    if older_than_days is not None:
+        staying = _used_by(run for run in runs if run not in removed)
         age_s = max(older_than_days * 86400, _FRESH_S + settings.gpu_wait_s)
-        needless |= {path for path in _own_paths(settings) if time.time() - path.stat().st_mtime > age_s}
-    return Removal(removed, sorted(needless - staying), kept)
+        old = {path for path in _own_paths(settings) if time.time() - path.stat().st_mtime > age_s}
+        needless = old - staying
+    return Removal(removed, sorted(needless), kept)
 
 
 def remove(removal: Removal, settings: Settings) -> Iterator[str]:
@@ -152,10 +151,10 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
             yield f"{run.folder.name}: stays, {error}" if run.folder.exists() else f"{error}"
             continue
         yield f"{run.folder.name}: removed"
-    needed = _used_by(all_runs(settings), settings)
+    needed = _used_by(all_runs(settings)) if removal.needless else set()
     for path in removal.needless:
         with suppress(FileNotFoundError):  # another command has removed it meanwhile
-            if path not in needed and not _is_fresh(path, settings):
+            if path not in needed and time.time() - path.stat().st_mtime > _FRESH_S:
                 remove_folder(path) if path.is_dir() else path.unlink()
                 yield f"{path}: removed"
 
@@ -183,27 +182,19 @@ def _runs_in_use(uri: str) -> Mapping[str, str]:
     return runs_in_use(uri)
 
 
-def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set[Path]:
-    """Return the files and folders of the data folder that runs need: prepared data and frames; before the
-    end of a run also the data that it extends and the checkpoint that it starts from. ended: whether to look
-    for the end."""
+def _used_by(runs: Iterable[Run]) -> set[Path]:
+    """Return the paths of prepared data and of files that runs name."""
     found = set[Path]()
     for run in runs:
-        data, train = map(run.page.section, ("data", "train"))
-        needed = [data.get(name) for name in ("path", "valid_path", "test_path")]
-        if not (ended and (run.folder / "report.json").is_file()):
-            needed += [data.get("base"), train.get("warm_start")]
-        found |= {given_path(str(path), run.folder.name) for path in (run.page.prepared, *needed) if path}
-    return found & _own_paths(settings)
+        data = run.page.section("data")
+        named = [run.page.prepared, *(data.get(name) for name in ("path", "valid_path", "test_path", "base"))]
+        found |= {given_path(str(path), run.folder.name) for path in named if path}
+    return found
 
 
 def _own_paths(settings: Settings) -> set[Path]:
-    """Return the prepared data, frames and copies of champions of the data folder: what dphybrid made itself,
-    never the user's files."""
+    """Return the prepared data and frames of the data folder: what dphybrid made itself, never the user's
+    files."""
     folders = (settings.prepared_dir, settings.frames_dir)
     found = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     return {path for path in found if not path.name.startswith(".")}
-
-
-def _is_fresh(path: Path, settings: Settings) -> bool:
-    return time.time() - path.stat().st_mtime < _FRESH_S + settings.gpu_wait_s
