@@ -12,14 +12,13 @@ import os
 import shutil
 import zlib
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -27,16 +26,8 @@ from pydantic import BaseModel, Field
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import code_digest, combined_digest, file_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import (
-    disk_text,
-    making_once,
-    naming,
-    sync,
-)
+from dphybrid.util.files import disk_text, making_once, naming, sync
 from dphybrid.util.pages import Page
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 PREPARED_VERSION = 22
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
@@ -53,7 +44,7 @@ _CHUNK_BYTES = 2**24
 _REMEDY = "delete the folder and run the preparation again"
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Default number of threads of `mapped`."""
+"""Number of threads that digest files."""
 
 Progress = Callable[[str, int, int], None]
 """Callback of long work: (what is being done, amount done, total amount)."""
@@ -138,16 +129,17 @@ class Prepared:
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
-        return {name: np.load(self.path / f"{name}.npy", mmap_mode="r") for name in self.manifest.arrays}
+        """The arrays by name, mapped from their files. Raises UserError for a file that is missing or damaged
+        in its size or header."""
+        return {name: _mapped_array(self.path / f"{name}.npy", f) for name, f in self.manifest.arrays.items()}
 
     @property
     def parts(self) -> list[str]:
         """The parts of the rows: train, valid, and test if the source has one."""
         # A batch's own arrays may have names such as test_score, too.
         names = {*self.manifest.arrays} - {*self.manifest.batch_arrays}
-        return [
-            part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in names)
-        ]
+        parts = {name.partition("_")[0] for name in names}
+        return [part for part in ("train", "valid", "test") if part in parts]
 
     def dataset(self, part: str) -> Dataset:
         """Return the data set of a part, as the recipe reads it."""
@@ -220,24 +212,6 @@ class Source(Protocol):
         Raises UserError for input that cannot be used."""
 
 
-def mapped(function: Callable[[S], T], items: Iterable[S], threads: int = THREADS) -> Iterator[T]:
-    """Yield `function(item)` for each item, in order. Threads compute at most `threads` + 2 items ahead of
-    the consumer, so that results do not pile up in memory."""
-    pending: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(threads) as workers:
-        try:
-            for item in items:
-                pending.append(workers.submit(function, item))
-                if len(pending) > threads + 2:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            # After an error or an early stop of the consumer: leaving the pool waits for running items only.
-            for future in pending:
-                future.cancel()
-
-
 def open_prepared(path: Path) -> Prepared:
     """Open a prepared folder, with its parts as plain rows; `Recipe.open` reads them as the recipe does.
 
@@ -249,23 +223,24 @@ def open_prepared(path: Path) -> Prepared:
     except UserError as error:
         raise UserError(f"{path}: is not complete prepared data ({error}); {_REMEDY}") from error
     # Only sizes and headers, which takes no time; `verify_prepared` reads every byte.
-    for name, facts in manifest.arrays.items():
-        file = path / f"{name}.npy"
-        found = file.stat().st_size if file.is_file() else 0
-        if found != facts.bytes:
-            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_REMEDY}")
-        head = _header(facts.shape, np.dtype(facts.dtype))
-        try:
-            with file.open("rb") as stream:
-                is_whole = stream.read(len(head)) == head
-        except OSError:
-            is_whole = False
-        if not is_whole:
-            raise UserError(
-                f"{file}: is damaged (its header does not describe a {facts.shape} array of {facts.dtype}); "
-                f"{_REMEDY}"
-            )
-    return Prepared(path, manifest)
+    prepared = Prepared(path, manifest)
+    _ = prepared.arrays
+    return prepared
+
+
+def _mapped_array(file: Path, facts: _ArrayFacts) -> Array:
+    size = file.stat().st_size if file.is_file() else 0
+    if size != facts.bytes:
+        raise UserError(f"{file}: has {size:,} bytes of {facts.bytes:,}; {_REMEDY}")
+    try:
+        array: Array = np.load(file, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: is damaged ({error}); {_REMEDY}") from error
+    if (array.shape, str(array.dtype)) != (facts.shape, facts.dtype) or array.flags.fnc:
+        raise UserError(
+            f"{file}: is damaged (it does not hold a {facts.shape} array of {facts.dtype}); {_REMEDY}"
+        )
+    return array
 
 
 def verify_prepared(path: Path) -> Prepared:
@@ -274,14 +249,6 @@ def verify_prepared(path: Path) -> Prepared:
     prepared = open_prepared(path)
     verify_files(path, "manifest.json", prepared.manifest.sums, _REMEDY)
     return prepared
-
-
-def _header(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> bytes:
-    """Return the header of an array's .npy file."""
-    head = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": shape})
-    return head.getvalue()
 
 
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
@@ -328,7 +295,8 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         description = [*description, f"  {counted(num_rejected, 'row')} rejected: {where}"]
     (partial / DESCRIPTION).write_text("\n".join(description) + "\n", encoding="utf-8")
     facts: dict[str, Any] = dict(content.extra)
-    written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
+    # The arrays' checksums were computed while they were written.
+    written = [file for file in sorted(partial.rglob("*")) if file.is_file() and file.suffix != ".npy"]
     manifest = Manifest(
         digest=digest,
         arrays=arrays,
@@ -339,10 +307,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         source_digest=facts.pop("source_digest", ""),
         base=facts.pop("base", None),
         split=facts.pop("split", {}),
-        # The arrays' checksums were computed while they were written.
-        files={
-            str(file.relative_to(partial)): file_digest(file) for file in written if file.suffix != ".npy"
-        },
+        files={str(file.relative_to(partial)): file_digest(file) for file in written},
         facts=facts,
     )
     manifest.write(partial / "manifest.json")
@@ -364,7 +329,11 @@ def _save_blocks(
                 streams[name].write(chunk)
 
         for name, (shape, dtype) in shapes.items():
-            write(name, _header(shape, dtype))
+            head = io.BytesIO()
+            descr = np.lib.format.dtype_to_descr(dtype)
+            facts = {"descr": descr, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(head, facts)
+            write(name, head.getvalue())
         # Checksums are computed while writing, so that no array has to be read again.
         for block in blocks:
             for name, (_, dtype) in shapes.items():
@@ -405,9 +374,13 @@ def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
         (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _CHUNK_BYTES)
     ]
     totals = {file: hashlib.sha256() for file in files}
-    for done, ((file, _), found) in enumerate(zip(chunks, mapped(digest, chunks), strict=True)):
-        progress("digest files", done, len(chunks))
-        totals[file].update(found)
+    with ThreadPoolExecutor(THREADS) as workers:
+        try:
+            for done, ((file, _), found) in enumerate(zip(chunks, workers.map(digest, chunks), strict=True)):
+                progress("digest files", done, len(chunks))
+                totals[file].update(found)
+        finally:
+            workers.shutdown(cancel_futures=True)  # after an error
     return [total.digest() for total in totals.values()]
 
 

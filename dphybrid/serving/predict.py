@@ -30,7 +30,7 @@ from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import (
     Written,
     as_frame,
-    check_types,
+    check_frame,
     rows_of,
     table_target,
     write_predictions,
@@ -125,19 +125,17 @@ class Predictor:
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
         frame = as_frame(rows, "the rows")
-        schema = frame.collect_schema()
-        self.check_columns(schema.names(), "the rows")
+        self.check_columns(frame.collect_schema().names(), "the rows")
         if not isinstance(rows, pl.DataFrame | pl.LazyFrame) and isinstance(rows, Sequence):
             read_names = set(self.encoder.names)
             for number, row in enumerate(rows, start=1):
                 if not row.keys() >= read_names:
                     self.check_columns(row, f"row {number}", "; write None for no value")
-        read = pl.Schema({name: schema[name] for name in self.encoder.names})
-        check_types(read, "the rows", "data.ignore of a new training", ())
-        pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
-        if isinstance(frame, pl.LazyFrame):
-            # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.
-            wanted = frame.select(by_name(*self.encoder.names))
+        # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.
+        wanted = frame.select(by_name(*self.encoder.names))
+        check_frame(wanted, "the rows")
+        pieces: Iterable[pl.DataFrame] = [wanted] if isinstance(wanted, pl.DataFrame) else []
+        if isinstance(wanted, pl.LazyFrame):
             pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
         # A frame without rows still gets a result of the right type and width: `nothing`.
         scores, unknown = [self.task.nothing], Unknown()

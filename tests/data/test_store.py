@@ -91,7 +91,7 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
     array = path / "x_B.npy"
     whole = array.read_bytes()
     np.save(array, np.arange(3).astype(np.float64))
-    header = r"is damaged \(its header .*int64"
+    header = "is damaged"
     for content, words in (
         (array.read_bytes(), header),
         (whole[:6] + b"\x41" + whole[7:], header),

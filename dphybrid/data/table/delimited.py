@@ -90,7 +90,7 @@ def _packing_of(file: Path) -> str:
 def head_of(file: Path, size: int = _HEAD) -> bytes:
     """Return the first bytes of a text file, unpacked; all of them for size -1. Raises UserError if it cannot
     be unpacked."""
-    opened = {"none": Path.open, "gzip": gzip.open, "zstd": zstd.open}[_packing_of(file)]
+    opened: Any = {"none": Path.open, "gzip": gzip.open, "zstd": zstd.open}[_packing_of(file)]
     try:
         with opened(file, "rb") as stream:
             return bytes(stream.read(size))

@@ -55,19 +55,24 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
     """
     if isinstance(data, pl.DataFrame | pl.LazyFrame):
         return data
+    # Recognised by the module's name, so that pandas and pyarrow need not be installed.
+    module = type(data).__module__.partition(".")[0]
     try:
-        # Recognised by the module's name, so that pandas need not be installed.
-        if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
-            return _from_pandas(data, where)
+        if module == "pandas" and hasattr(data, "columns"):
+            names = [str(name) for name in data.columns]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
+            columns = (data.iloc[:, place] for place in range(len(names)))  # type: ignore[attr-defined]
+            return pl.DataFrame([_column(name, cells) for name, cells in zip(names, columns, strict=True)])
         if hasattr(data, "__arrow_c_stream__"):
-            return pl.DataFrame(_with_categories(data))
+            return pl.DataFrame(_with_categories(data) if module == "pyarrow" else data)
         if isinstance(data, Mapping):
             for name, values in data.items():  # polars would repeat a single value in every row
                 if isinstance(values, str) or not hasattr(values, "__len__"):
                     raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
-            names = dict.fromkeys(name for row in data for name in row)
+            names = list(dict.fromkeys(name for row in data for name in row))
             return pl.DataFrame([of_objects(str(n), [row.get(n) for row in data]) for n in names])
     except TypeError as error:
         raise UserError(f"{where}: {error}") from error
@@ -76,18 +81,11 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
     raise UserError(f"{where}: is {type_text(data)}; give {KINDS}")
 
 
-def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
-    names = [str(name) for name in frame.columns]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-    return pl.DataFrame([_column(name, frame.iloc[:, position]) for position, name in enumerate(names)])
-
-
 def _column(name: str, values: Any) -> pl.Series:
     """Return a column of any library."""
     if isinstance(values, pl.Series):
         return values.alias(name)
-    dtype = str(getattr(values, "dtype", None))
+    dtype = str(getattr(values, "dtype", "object"))
     if hasattr(values, "iloc") and (dtype == "category" or dtype.startswith("dictionary<")):
         values = values.astype("category")
         # As texts: polars knows no categories of numbers, and would drop that they were declared.
@@ -95,13 +93,13 @@ def _column(name: str, values: Any) -> pl.Series:
         kinds = of_objects(name, kept).cast(pl.String)
         codes = pl.Series(values.cat.codes.to_numpy()).cast(pl.Int64)
         return kinds.gather(codes.set(codes < 0, None)).cast(pl.Categorical).alias(name)
-    if hasattr(values, "iloc") and dtype != "object":
+    if dtype == "object":
+        return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
+    if hasattr(values, "iloc"):
         try:
             return pl.Series(pl.from_pandas(values)).alias(name)
         except Exception:  # noqa: BLE001 - pyarrow raises many classes for types that it lacks
             return of_objects(name, values.to_list())
-    if dtype in ("object", "None"):
-        return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
     if dtype.startswith(("datetime64", "timedelta64")):  # polars has no seconds, such as numpy's default
         values = values.astype(f"{dtype.partition('[')[0]}[us]")
     return pl.Series(name, values, strict=False)
@@ -123,20 +121,16 @@ def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
 
     found = list(map(plain, values))
     types = {type(value) for value in found} - {type(None)}
-    if odd := next((value for value in found if not isinstance(value, _PYTHON)), None):
-        raise _no_cell(name, odd)
-    if types == {int} and any(abs(value) >= 2**63 for value in found if value is not None):
-        found = [None if value is None else str(value) for value in found]
-    elif len(types) > 1 and str in types and list not in types:  # numbers beside texts: all are texts
-        found = [value if value is None else str(value) for value in found]
-    column = pl.Series(name, found, strict=False)
-    if column.dtype == pl.Object:
-        raise _no_cell(name, next(value for value in found if value is not None))
-    return column
-
-
-def _no_cell(name: str, odd: object) -> TypeError:
-    return TypeError(
+    odd = next((value for value in found if not isinstance(value, _PYTHON)), None)
+    if odd is None:
+        large = types == {int} and any(abs(value) >= 2**63 for value in found if value is not None)
+        if large or (len(types) > 1 and str in types and list not in types):
+            found = [value if value is None else str(value) for value in found]  # all are texts
+        column = pl.Series(name, found, strict=False)
+        if column.dtype != pl.Object:
+            return column
+        odd = next(value for value in found if value is not None)
+    raise TypeError(
         f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
         "list; write it as one of these, or leave the column out"
     )
@@ -144,35 +138,28 @@ def _no_cell(name: str, odd: object) -> TypeError:
 
 def _with_categories(data: Any) -> Any:
     """Return an Arrow table whose dictionaries hold texts: polars drops that others were declared."""
-    if not hasattr(data, "schema") or type(data).__module__.partition(".")[0] != "pyarrow":
-        return data
     import pyarrow as pa  # type: ignore[import-untyped]
 
     table = pa.table(data)
-    for position, field in enumerate(table.schema):
+    for place, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type):
-            texts = pl.Series(table.column(position).cast(field.type.value_type)).cast(pl.String)
-            table = table.set_column(position, field.name, texts.cast(pl.Categorical).to_arrow())
+            texts = pl.Series(table.column(place).cast(field.type.value_type)).cast(pl.String)
+            table = table.set_column(place, field.name, texts.cast(pl.Categorical).to_arrow())
     return table
 
 
-def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:
-    """Raise UserError if a column that is not in `ignored` has a type that no table can have."""
+def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
+    """Return the columns' names. Raises UserError if there are none, and if a column that is not in `ignored`
+    has a type that no table can have."""
+    schema = frame.collect_schema()
+    if not schema:
+        raise UserError(f"{where}: has no columns; give at least one")
     for name, dtype in schema.items():
         if is_odd(dtype) and name not in ignored:
             raise UserError(
-                f"{where}: column {name!r} holds {dtype}, not single values or lists of them; name it in "
-                f"{field}, or write it as text"
+                f"{where}: column {name!r} holds {dtype}, not single values or lists of them; write it as "
+                "text, or name it in ignore of the training"
             )
-
-
-def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Return the columns' names. Raises UserError if a column that is not in `ignored` has a type that no
-    table can have."""
-    schema = frame.collect_schema() if isinstance(frame, pl.LazyFrame) else frame.schema
-    if not schema:
-        raise UserError(f"{where}: has no columns; give at least one")
-    check_types(schema, where, "ignore", ignored)
     return schema.names()
 
 
@@ -197,7 +184,9 @@ def save_frame(
         parts = frame.lazy().select(by_name(*keep)).collect_batches(chunk_size=PART_ROWS, maintain_order=True)
         for number, part in enumerate(parts):
             file = written / f"part-{number:05d}.parquet"
-            _compact(part).write_parquet(file, row_group_size=_ROW_GROUP)
+            # Copied: a slice of lists keeps the buffers of the rows around it, which the file would show.
+            copied = part.select(pl.all().gather(pl.int_range(pl.len())))
+            copied.write_parquet(file, row_group_size=_ROW_GROUP)
             sync(file)
             num_rows += len(part)
         if num_rows < 2:
@@ -222,12 +211,6 @@ def save_frame(
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error
     finally:
         shutil.rmtree(written, ignore_errors=True)
-
-
-def _compact(rows: pl.DataFrame) -> pl.DataFrame:
-    """Copy rows into new buffers: a slice of lists keeps the buffers of the rows around it, even rechunked,
-    which would show in the bytes of the file."""
-    return rows.select(pl.all().gather(pl.int_range(pl.len())))
 
 
 @dataclass

@@ -6,6 +6,7 @@ Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 
 import re
 import zlib
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -92,6 +93,11 @@ class Column(Section):
     def options(cls) -> dict[str, Any]:
         """Return the fields that a section of schema.toml may have."""
         return {name: field for name, field in cls.model_fields.items() if name not in Column.model_fields}
+
+    @classmethod
+    def options_in(cls, section: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of this kind in a section of schema.toml."""
+        return {key: value for key, value in section.items() if key in cls.options()}
 
     def read(self, cells: pl.Series) -> pl.Series:
         """Return the values of cells; None for no value and for cells of another type. cells: of
@@ -312,7 +318,7 @@ def column_of(
     every: pl.Series,
     train: pl.Series,
     role: str | None,
-    given: dict[str, Any],
+    given: Mapping[str, Any],
     data: TableDataConfig,
     form: Form,
 ) -> tuple[Column, str]:
@@ -339,7 +345,7 @@ def column_of(
     found, why = ("time", "") if unit else _role_of(name, sample, cells, role)
     role, why = role or found, "as given" if role else why
     kind = KINDS[role]
-    given = {key: value for key, value in given.items() if key in kind.options()}
+    given = kind.options_in(given)
     if kind is Bag:
         if "separator" not in given and train.dtype == pl.String:
             texts = sample.drop_nulls().head(20)

@@ -6,9 +6,8 @@
 
 Letters: B rows."""
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import polars as pl
@@ -18,7 +17,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.kinds import form_as, none_of
 from dphybrid.data.table.numbers import mean_and_std
-from dphybrid.data.table.values import Form, is_odd, type_of, typed, with_gaps
+from dphybrid.data.table.values import Form, type_of, typed, with_gaps
 from dphybrid.util.errors import UserError
 
 _TaskName = Literal["binary", "multiclass", "regression"]
@@ -35,7 +34,7 @@ _SMALL_NUMBER = 99
 
 
 class Label(Section):
-    """A kind of label.
+    """What a model learns, and its task.
 
     Attributes:
         name: The column's.
@@ -44,7 +43,7 @@ class Label(Section):
         offset, scale: Models learn (number - offset) / scale.
     """
 
-    task: ClassVar[_TaskName]
+    task: _TaskName = "binary"
     name: str = ""
     form: Form = Form()
     classes: tuple[str, ...] = ()
@@ -53,20 +52,37 @@ class Label(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns of a prediction, with numpy's names of their types."""
+        """The columns of a prediction, with numpy's names of their types: the probability of the second of
+        two classes; the class and the probability of each; or the number."""
+        match self.task:
+            case "binary":
+                return {"probability": "float32"}
+            case "multiclass":
+                return {"prediction": "str", **{f"probability_{name}": "float32" for name in self.classes}}
         return {"prediction": "float64"}
 
     def text(self) -> str:
         """Return a short text that names what is predicted."""
-        return f"{self.name} ({self.task})"
+        if self.task == "binary":
+            return f"{self.name}={self.classes[1]}"
+        kind = f"{len(self.classes)} classes" if self.classes else self.task
+        return f"{self.name} ({kind})"
 
-    @abstractmethod
     def summary(self) -> str:
         """Return how the label was read, for the summary of a table."""
+        if self.task == "binary":
+            return f"{self.classes[1]!r} is 1, {self.classes[0]!r} is 0"
+        if self.classes:
+            shown = ", ".join(map(repr, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
+            return f"{len(self.classes)} classes, {shown}"
+        return f"mean {self.offset:.6g}, standard deviation {self.scale:.6g} in training"
 
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
-        """Return the label with the offset and scale of the training rows."""
-        return self
+        """Return the label with the offset and scale of the training rows, if it is a number."""
+        if self.task != "regression":
+            return self
+        mean, std = mean_and_std(train_B, weights_B)
+        return self.model_copy(update={"offset": mean, "scale": std})
 
     def read(self, cells: pl.Series, no_value: Sequence[str] | None = None) -> Array:
         """Return the numbers, or the numbers of the classes (B,), of cells of any container; nan for no
@@ -101,69 +117,17 @@ class Label(Section):
 
     def facts(self) -> dict[str, object]:
         """Return the label in the form of JSON, for the facts about prepared data."""
-        return {"label": {"task": self.task, **self.model_dump(mode="json")}}
+        return {"label": self.model_dump(mode="json")}
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> "Label":
         """Return the label from the facts about prepared data; a binary label if they have none."""
-        page = dict(facts.get("label", {}))
-        return _LABELS[page.pop("task", "binary")](**page)
-
-
-class _Binary(Label):
-    """One of two values; models predict the probability of the second one."""
-
-    task = "binary"
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"probability": "float32"}
-
-    def text(self) -> str:
-        return f"{self.name}={self.classes[1]}"
-
-    def summary(self) -> str:
-        return f"{self.classes[1]!r} is 1, {self.classes[0]!r} is 0"
-
-
-class _Multiclass(Label):
-    """One of several values; models predict the probability of each."""
-
-    task = "multiclass"
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"prediction": "str", **{f"probability_{name}": "float32" for name in self.classes}}
-
-    def text(self) -> str:
-        return f"{self.name} ({len(self.classes)} classes)"
-
-    def summary(self) -> str:
-        shown = ", ".join(map(repr, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
-        return f"{len(self.classes)} classes, {shown}"
-
-
-class _Regression(Label):
-    """A number, standardized with the mean and deviation of the training rows."""
-
-    task = "regression"
-
-    def summary(self) -> str:
-        return f"mean {self.offset:.6g}, standard deviation {self.scale:.6g} in training"
-
-    def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
-        mean, std = mean_and_std(train_B, weights_B)
-        return self.model_copy(update={"offset": mean, "scale": std})
-
-
-_LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multiclass, _Regression)}
+        return Label(**facts.get("label", {}))
 
 
 def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
     """Return the label of a column, given its cells of all rows as the reader typed them. Raises UserError if
     `data.task` does not fit the values, or if there are fewer than two."""
-    if is_odd(cells.dtype) or not type_of(cells.dtype):
-        raise UserError(f"data.label={name!r}: holds lists; name a column of single values")
     known = with_gaps(cells, None).drop_nulls()
     form = form_as("categorical", known, Form(none=none_of(data.missing)))
     values = typed(known, form).drop_nulls()
@@ -178,7 +142,7 @@ def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
                 "give data.task=multiclass"
             )
         _check_values(distinct.cast(pl.String).to_list(), name, data)
-        return _Regression(name=name, form=form)
+        return Label(task="regression", name=name, form=form)
     classes = distinct.cast(pl.String).to_list()
     odd = known.filter(known.cast(pl.Float64, strict=False).is_null()) if form.type == "text" else known[:0]
     if data.task == "auto" and 0 < len(odd) <= _FEW_OTHERS * len(known) and len(classes) > _FEW_NUMBERS:
@@ -196,7 +160,7 @@ def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in _POSITIVE and classes[1].lower() not in _POSITIVE:
         classes.reverse()
-    return (_Binary if two else _Multiclass)(name=name, form=form, classes=tuple(classes))
+    return Label(task="binary" if two else "multiclass", name=name, form=form, classes=tuple(classes))
 
 
 def _too_many_for_classes(numbers: pl.Series) -> bool:

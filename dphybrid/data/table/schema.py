@@ -38,7 +38,7 @@ def read_schema(path: Path) -> SchemaFile:
                 raise UserError(f"columns.{name}.role = {section['role']!r}: unknown; use {', '.join(KINDS)}")
             # Without a role any kind may claim the column, so every kind checks the keys that it knows.
             for kind in KINDS.values():
-                kind(name=name, **keys_of(kind, section))
+                kind(name=name, **kind.options_in(section))
         return schema
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(
@@ -53,11 +53,6 @@ def read_schema(path: Path) -> SchemaFile:
         raise UserError(f"data.schema_file={path}: {wrong}") from error
     except UserError as error:
         raise UserError(f"data.schema_file={path}: {error}") from None
-
-
-def keys_of(kind: type[Column], section: Mapping[str, object]) -> dict[str, Any]:
-    """Return the options of a kind in a section."""
-    return {key: value for key, value in section.items() if key in kind.options()}
 
 
 def schema_text(label: str, columns: Sequence[Column]) -> str:

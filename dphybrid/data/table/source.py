@@ -23,8 +23,8 @@ from dphybrid.data.table.kinds import Bag, Category, Column, Ignore, column_of
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.schema import SchemaFile, find_column, read_schema, roles_given, schema_text
-from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, rows_in_both, split_rows
-from dphybrid.data.table.values import Form, items_of
+from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
+from dphybrid.data.table.values import Form, items_of, type_of
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path, write_text
 from dphybrid.util.text import aligned, as_flags
@@ -34,8 +34,6 @@ _UNSEEN_ROWS = 2**16
 """Maximum number of validation rows, evenly spaced, among which unknown values are counted."""
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
-_COMPARED_ROWS = 2**18
-"""Number of first rows among which equal ones are looked for in both parts."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +183,8 @@ class TableSource(Source):
                 f"data.path={data.path}: no column is left to learn from; ignore fewer columns, or check "
                 f"data.delimiter{why}"
             )
-        text = split.text
-        if said := rows_in_both(_row_hashes(rows, [*encoder.names, label.name]), split.part_B):
-            text += f"\n  check the split: {said}, so metrics on them say little about new rows"
         labels = replace(labels, rows=rows, label=label)
-        return self._content(labels, fitted, encoder, text, parts)
+        return self._content(labels, fitted, encoder, split.text, parts)
 
     def _labelled(self, rows: Rows, taken: Mapping[str, str]) -> _Labels:
         """Return the rows with a label and a weight above 0. Raises UserError if there are none."""
@@ -351,8 +346,9 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
 
 def _single_values(rows: Rows, name: str, field: str) -> pl.Series:
     cells = rows.column(name)
-    if cells.dtype.is_nested():
-        raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
+    if not type_of(cells.dtype):
+        held = "lists" if cells.dtype.is_nested() else cells.dtype
+        raise UserError(f"data.{field}={name!r}: holds {held}; name a column of single values")
     return cells
 
 
@@ -382,17 +378,6 @@ def _blocks(
             arrays["labels_B"] = labels_B[start : start + len(chunk)]
         start += len(chunk)
         yield arrays
-
-
-def _row_hashes(rows: Rows, names: list[str]) -> pl.Series:
-    """Return hashes of the first rows, of these columns."""
-    hashes, size = list[pl.Series](), 0
-    for chunk in rows.chunks(names):
-        hashes.append(chunk.hash_rows())
-        size += len(chunk)
-        if size >= _COMPARED_ROWS:
-            break
-    return pl.concat(hashes)
 
 
 def _with_columns(rows: Rows, encoder: Encoder, taken: Mapping[str, str], data: TableDataConfig) -> Rows:
@@ -447,7 +432,7 @@ def _description(
         why = f"  ({one.reason})" if one.reason and ";" not in one.reason else ""
         column = one.column
         table.append([column.name, column.role, f"{column.num_ids:,}", f"{', '.join(one.samples)}{why}"])
-    counts = []
+    counts = list[str]()
     for part, verb in (("train", "to train"), ("valid", "to validate"), ("test", "to test")):
         if f"{part}_rows" in sizes:
             rate = sizes.get(f"{part}_label_rate")
@@ -467,22 +452,21 @@ def _description(
     new = sorted(((c.name, c.unseen) for c in encoder.columns), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"validation values without a training row: {shares}")
-    for column in (one.column for one in fitted if isinstance(one.column, Category)):
-        if not len(column.learned) and not column.hash_buckets:
+    for one in fitted:
+        column = one.column
+        if isinstance(column, Category) and not len(column.learned) and not column.hash_buckets:
             flag = as_flags({"data.ignore": [column.name]})
             lines.append(f"{column.name}: hardly any value occurs twice, so all share one embedding; {flag}")
-    for bag, number in ((one.column, one.too_long) for one in fitted if isinstance(one.column, Bag)):
-        if number:
-            cells = counted(number, "cell holds", "cells hold")
+        if isinstance(column, Bag) and one.too_long:
+            cells = counted(one.too_long, "cell holds", "cells hold")
             lines.append(
-                f"{bag.name}: {cells} more than {bag.max_items} items; only the first {bag.max_items} are "
-                "used (max_items in schema.toml)"
+                f"{column.name}: {cells} more than {column.max_items} items; only the first "
+                f"{column.max_items} are used (max_items in schema.toml)"
             )
-    for number, what in zip(
-        labels.skipped, (f"without a value of {label.name!r}", "with a weight of 0"), strict=True
-    ):
-        if number:
-            lines.append(f"{counted(number, f'row {what} is', f'rows {what} are')} left out")
+    reasons = f"without a value of {label.name!r}", "with a weight of 0"
+    for skipped, what in zip(labels.skipped, reasons, strict=True):
+        if skipped:
+            lines.append(f"{counted(skipped, f'row {what} is', f'rows {what} are')} left out")
     lines.append(
         f"To change a column's role, name it with --data.{', --data.'.join(ROLE_FIELDS)}, or edit a copy of "
         "this folder's schema.toml and give it as --data.schema-file."

@@ -12,7 +12,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.encoder import Base, Encoder, old_ids
 from dphybrid.data.table.kinds import form_as
-from dphybrid.data.table.values import PADDING_ID, Form, in_time, typed
+from dphybrid.data.table.values import PADDING_ID, Form, as_names, in_time
 from dphybrid.util.errors import UserError, counted
 
 _BLOCK = 2**20
@@ -50,17 +50,17 @@ def split_rows(
     """
     part_B, text = part_B.copy(), ""
     if data.split == "named" and column is not None:
-        part_B, text = _named(data, part_B, column)
+        part_B, text = _named(data, part_B, column), f"parts by {data.split_column}; "
     # Validation rows are chosen among these.
     open_B = part_B == TRAIN
     if data.valid_path is not None:
         text = f"validation split: the rows of {data.valid_path}"
+    elif data.split == "named" and (part_B == VALID).any():
+        data.check_unset("valid_fraction", f"data.split_column={data.split_column} names validation rows")
+        text = text.removesuffix("; ")
     elif data.split in ("random", "named"):
-        if not (part_B == VALID).any():
-            part_B[open_B] = VALID * _random(seed, classes_B[open_B].astype(np.int64), data.valid_fraction)
-            text = f"{text and text + '; '}validation split: rows at random, by train.seed={seed}"
-        elif data.split == "named":
-            data.check_unset("valid_fraction", f"data.split_column={data.split_column} names validation rows")
+        part_B[open_B] = VALID * _random(seed, classes_B[open_B].astype(np.int64), data.valid_fraction)
+        text += f"validation split: rows at random, by train.seed={seed}"
     elif column is not None:
         own = column.filter(pl.Series(open_B))
         held_B, text = _latest(data, own, dates) if data.split == "time" else _keys(data, seed, own)
@@ -78,20 +78,21 @@ def split_rows(
     return RowSplit(part_B, text)
 
 
-def _named(data: TableDataConfig, part_B: Array, column: pl.Series) -> tuple[Array, str]:
-    """Return the rows' parts by the words of the split column, and the line for the summary. part_B: those of
-    the rows' files. Raises UserError for another word, and for a row without one."""
-    where, known = f"data.split_column={data.split_column}", ", ".join(_PART_WORDS)
-    words, of_file_B = key_texts(column), part_B != TRAIN
+def _named(data: TableDataConfig, part_B: Array, column: pl.Series) -> Array:
+    """Return the rows' parts by the words of the split column. part_B: those of the rows' files. Raises
+    UserError for another word, and for a row without one."""
+    where, of_file_B = f"data.split_column={data.split_column}", part_B != TRAIN
+    words = key_texts(column)
     lower = words.str.strip_chars().str.to_lowercase()
     parts = lower.replace_strict(_PART_WORDS, default=LEFT_OUT, return_dtype=pl.Int64)
     found_B = parts.fill_null(LEFT_OUT).to_numpy()
     if (odd := np.flatnonzero((found_B == LEFT_OUT) & ~of_file_B)).size:
         shown = "an empty cell" if (word := words[int(odd[0])]) is None else repr(word)
+        known = ", ".join(_PART_WORDS)
         raise UserError(f"{where}: {shown} names no part ({len(odd):,} such rows); give {known}")
     if data.test_path is not None and (found_B[~of_file_B] == TEST).any():
         raise UserError(f"{where} names test rows, and so does data.test_path={data.test_path}; give one")
-    return np.where(of_file_B, part_B, found_B), f"parts by {data.split_column}"
+    return np.where(of_file_B, part_B, found_B)
 
 
 def _random(seed: int, classes_B: Array, fraction: float) -> Array:
@@ -120,7 +121,7 @@ def _latest(data: TableDataConfig, column: pl.Series, dates: str) -> tuple[Array
     field = f"data.split_column={data.split_column}"
     times_B = in_time(column, field, "" if data.dateformat else dates)
     _, places_B = np.unique(-times_B, return_inverse=True)
-    taken = _closest(np.cumsum(np.bincount(places_B)), data.valid_fraction * len(times_B))
+    taken = _closest(np.bincount(places_B), data.valid_fraction * len(times_B))
     held_B = (places_B < taken) & np.isfinite(times_B)
     first = column.filter(pl.Series(held_B)).min()
     text = (
@@ -133,58 +134,23 @@ def _latest(data: TableDataConfig, column: pl.Series, dates: str) -> tuple[Array
 def _keys(data: TableDataConfig, seed: int, column: pl.Series) -> tuple[Array, str]:
     """Hold out all rows of some values; return the mask (B,) and the line for the summary."""
     keys = key_texts(column)
-    counts = keys.drop_nulls().rename("key").value_counts(name="rows").sort("key")
     # Sorted first, as the order of groups depends on threads.
-    order = np.random.default_rng(seed).permutation(len(counts))
-    counts = counts[order]
-    taken = _closest(np.cumsum(counts["rows"].to_numpy()), data.valid_fraction * len(keys))
+    counts = keys.drop_nulls().rename("key").value_counts(name="rows").sort("key")
+    counts = counts[np.random.default_rng(seed).permutation(len(counts))]
+    taken = _closest(counts["rows"].to_numpy(), data.valid_fraction * len(keys))
     held_B = keys.is_in(counts["key"].head(taken).implode()).fill_null(False).to_numpy()
     return held_B, f"validation split: all rows of {taken:,} of {len(counts):,} values of {data.split_column}"
 
 
-def _closest(sums: Array, wanted: float) -> int:
-    """Return how many groups of rows come closest to the wanted number of rows, at least one. sums: rows of
-    the first 1, 2, ... groups."""
-    return 1 + int(np.abs(sums - wanted).argmin()) if len(sums) else 0
+def _closest(sizes: Array, wanted: float) -> int:
+    """Return how many groups of rows, from the first one on, come closest to the wanted number of rows, at
+    least one. sizes: rows of each group."""
+    return 1 + int(np.abs(np.cumsum(sizes) - wanted).argmin()) if len(sizes) else 0
 
 
 def key_texts(column: pl.Series) -> pl.Series:
     """Return the cells of a column of keys as texts, None for no value."""
-    form = form_as("categorical", column, Form())
-    return typed(column, form).cast(pl.String)
-
-
-def rows_in_both(keys: pl.Series, part_B: Array) -> str:
-    """Return a warning about validation rows that are also training rows, label included; empty if there
-    are none. keys: hashes of the first rows."""
-    train, valid = (keys.filter(pl.Series(part_B[: len(keys)] == part)) for part in (TRAIN, VALID))
-    both = int(valid.is_in(train.unique().implode()).sum())
-    if not both:
-        return ""
-    return f"{both:,} of {len(valid):,} validation rows equal a training row, label included"
-
-
-def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
-    """Return hashes (B,) uint64 of the rows' ids, numbers, labels and bags: equal rows have equal keys.
-    blocks: arrays of the rows by name. max_items: most items of a bag's cell."""
-    keys = [np.empty(0, np.uint64)]
-    for arrays in blocks:
-        cells = {name: arrays[name] for name in ("ids_BF", "dense_BN", "labels_B")}
-        if "bags_BFL" in arrays:
-            # Padded to one width: an array is as wide as its table's longest bag, and equal rows of two
-            # tables must have equal keys.
-            beyond = max_items - arrays["bags_BFL"].shape[2]
-            cells["bags_BFL"] = np.pad(
-                arrays["bags_BFL"], ((0, 0), (0, 0), (0, beyond)), constant_values=PADDING_ID
-            )
-        columns = [
-            pl.Series(f"{name} {position}", column_B)
-            for name, array in cells.items()
-            for position, column_B in enumerate(array.reshape(len(array), -1).T)
-        ]
-        # Only compared within this process, and never saved: another version of polars may hash differently.
-        keys.append(pl.DataFrame(columns).hash_rows().to_numpy())
-    return np.concatenate(keys)
+    return as_names(column, form_as("categorical", column, Form()))
 
 
 def extended_split(
@@ -212,24 +178,51 @@ def extended_split(
         trained_B, held_before_B = (column.to_numpy() for column in by_key)
         chosen_B = (chosen_B | held_before_B) & ~trained_B
     held_B = (chosen_B & new_B) | (kept_B & ~is_test_B)
-    # A test row counts as seen however often its like occurs among the other rows.
-    known_B = num_trained_B + num_kept_B > 0
-    again = ""
+    new = counted(int(new_B.sum()), "row is", "rows are")
+    text = f"{split.text}; {new} new, and the validation split has no row that {base.prepared.path.name} "
+    text += "trained on"
     if not held_B.any() and len(np.unique(keys_B)) < _FEW_DISTINCT * len(keys_B):
         # Nearly all rows equal earlier ones, whether they are the same or not.
-        held_B, again = chosen_B & ~is_test_B, "; rows repeat so often that new ones look like known ones"
+        held_B = chosen_B & ~is_test_B
+        text = f"{split.text}; {new} new; rows repeat so often that new ones look like known ones"
+    # A test row counts as seen however often its like occurs among the other rows.
+    known_B = num_trained_B + num_kept_B > 0
     part_B = np.where(is_test_B, np.where(known_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
     if not held_B.any() or not (part_B == TRAIN).any():
         raise UserError(
             "data.base: the earlier model was trained on every row that could be held out; wait for more rows"
         )
-    new = counted(int(new_B.sum()), "row is", "rows are")
-    text = f"{split.text}; {new} new, and the validation split has no row that {base.prepared.path.name} "
-    text = f"{split.text}; {new} new{again}" if again else f"{text}trained on"
     if left := int((part_B == LEFT_OUT).sum()):
         seen = counted(left, "test row that it has seen is", "test rows that it has seen are")
         text += f"; {seen} left out"
     return RowSplit(part_B, text), np.flatnonzero(new_B)
+
+
+def unseen_rows(held: Base, trained: Base) -> Array:
+    """Return the mask (B,) of the validation rows of `held` on which `trained` was not trained. The encoder
+    of `held` must cover that of `trained`, in whose encoding the rows are compared."""
+    train_B, valid_B = (_part_keys(held, part, trained.encoder) for part in ("train", "valid"))
+    keys_B = np.concatenate([train_B, valid_B])
+    new_B = _equal_before(keys_B) >= _counts(keys_B, _part_keys(trained, "train"))
+    return new_B[len(train_B) :]
+
+
+def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
+    """Return hashes (B,) uint64 of the rows' ids, numbers, labels and bags: equal rows have equal keys.
+    blocks: arrays of the rows by name. max_items: most items of a bag's cell."""
+    keys = [np.empty(0, np.uint64)]
+    for arrays in blocks:
+        cells = [arrays[name] for name in ("ids_BF", "dense_BN", "labels_B")]
+        if "bags_BFL" in arrays:
+            # Padded to one width: an array is as wide as its table's longest bag, and equal rows of two
+            # tables must have equal keys.
+            pads = ((0, 0), (0, 0), (0, max_items - arrays["bags_BFL"].shape[2]))
+            cells.append(np.pad(arrays["bags_BFL"], pads, constant_values=PADDING_ID))
+        columns = [column_B for array in cells for column_B in array.reshape(len(array), -1).T]
+        frame = pl.DataFrame([pl.Series(str(place), column_B) for place, column_B in enumerate(columns)])
+        # Only compared within this process, and never saved: another version of polars may hash differently.
+        keys.append(frame.hash_rows().to_numpy())
+    return np.concatenate(keys)
 
 
 def _equal_before(keys_B: Array) -> Array:
@@ -251,26 +244,17 @@ def _part_keys(base: Base, part: str, within: Encoder | None = None) -> Array:
     rows are compared (None: the base's own)."""
     arrays, rows_B = base.prepared.arrays, base.prepared.arrays[f"{part}_rows"]
     ids_of = old_ids(within, base.encoder) if within else []
-    num_singles = len(ids_of) - len(base.encoder.bags)
+    num_bags = len(base.encoder.bags)
 
     def blocks() -> Iterator[dict[str, Array]]:
         for start in range(0, len(rows_B), _BLOCK):
             rows = rows_B[start : start + _BLOCK]
             found = {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
-            for position, ids in enumerate(ids_of):
-                name, place = (
-                    ("ids_BF", position) if position < num_singles else ("bags_BFL", position - num_singles)
-                )
-                found[name][:, place] = ids[found[name][:, place]]
+            # The bags are the last id columns.
+            for place, ids in enumerate(ids_of, start=num_bags - len(ids_of)):
+                name = "ids_BF" if place < 0 else "bags_BFL"
+                own = found[name][:, place]
+                found[name][:, place] = np.where(own == PADDING_ID, PADDING_ID, ids[own])
             yield found
 
     return _row_keys(blocks(), max(base.encoder.max_items, within.max_items if within else 0))
-
-
-def unseen_rows(held: Base, trained: Base) -> Array:
-    """Return the mask (B,) of the validation rows of `held` on which `trained` was not trained. The encoder
-    of `held` must cover that of `trained`, in whose encoding the rows are compared."""
-    train_B, valid_B = (_part_keys(held, part, trained.encoder) for part in ("train", "valid"))
-    keys_B = np.concatenate([train_B, valid_B])
-    new_B = _equal_before(keys_B) >= _counts(keys_B, _part_keys(trained, "train"))
-    return new_B[len(train_B) :]

@@ -70,15 +70,11 @@ def type_of(dtype: pl.DataType) -> str:
     return "text" if dtype in (pl.String, pl.Categorical, pl.Enum, pl.Time, pl.Null) else ""
 
 
-def is_list_of_items(dtype: pl.DataType) -> bool:
-    """Return whether a type is a list of texts or of whole numbers, which can be read as a bag."""
-    inner = getattr(dtype, "inner", None)
-    return isinstance(dtype, pl.List | pl.Array) and inner is not None and type_of(inner) in ("text", "whole")
-
-
 def is_odd(dtype: pl.DataType) -> bool:
-    """Return whether values of a type are neither single values nor lists that can be read as bags."""
-    return not type_of(dtype) and not is_list_of_items(dtype)
+    """Return whether values of a type are neither single values nor lists of texts or whole numbers, which
+    can be read as bags."""
+    inner = getattr(dtype, "inner", None)
+    return not type_of(dtype) and (inner is None or type_of(inner) not in ("text", "whole"))
 
 
 def with_gaps(cells: pl.Series, no_value: Collection[str] | None) -> pl.Series:
