@@ -63,7 +63,7 @@ def config(days: Path, name: str, how: str) -> ExperimentConfig:
                 "devices": "cpu",
                 "data": {"path": str(days), "label": "buys", "valid_fraction": 0.4},
                 "model": {"dim": 4, "hidden": 8, "layers": 1, "dropout": 0.0},
-                "table": {"lr": {POOR: 1e-6, FAIR: 0.01, GOOD: 0.1}[how]},
+                "table": {"lr": {POOR: 1e-6, FAIR: 0.003, GOOD: 0.1}[how]},
                 "train": {"epochs": ROUNDS[how], "batch_size": 50, "seed": 1},
                 "checkpoint": {"register_as": name},
             }
