@@ -186,11 +186,16 @@ class LookupsAhead:
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         is_recorded = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
-        positions = (
-            self._changed_positions(changes, uniques, len(weight))
-            if is_recorded
-            else [torch.arange(len(ids_U), device="cpu") for ids_U in uniques]
-        )
+        positions = [torch.arange(len(ids_U), device="cpu") for ids_U in uniques]
+        if is_recorded:
+            # One byte for each row of the table, but only pages that are written take memory.
+            if self._changed_V is None or len(self._changed_V) != len(weight):
+                self._changed_V = zero_rows((len(weight),), torch.uint8)
+            for _, _, changed in changes:
+                self._changed_V.index_fill_(0, changed, 1)
+            positions = [self._changed_V.index_select(0, ids_U).nonzero().squeeze(1) for ids_U in uniques]
+            for _, _, changed in changes:  # not zero_(): a pass over a large table takes longer than the step
+                self._changed_V.index_fill_(0, changed, 0)
         for share, positions_C in zip(lookup.shares, positions, strict=True):
             if len(positions_C):
                 ids_C = share.where.unique_U.index_select(0, positions_C)
@@ -200,20 +205,6 @@ class LookupsAhead:
         lookup.version = now
         self._counters.repaired += sum(len(positions_C) for positions_C in positions)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
-
-    def _changed_positions(
-        self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int
-    ) -> list[Tensor]:
-        """Return, for each tensor of unique ids, the positions of the changed ids in it."""
-        # One byte for each row of the table, but only pages that are written take memory.
-        if self._changed_V is None or len(self._changed_V) != num_rows:
-            self._changed_V = zero_rows((num_rows,), torch.uint8)
-        for _, _, changed in changes:
-            self._changed_V.index_fill_(0, changed, 1)
-        positions = [self._changed_V.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
-        for _, _, changed in changes:  # not zero_(): a pass over a large table takes longer than the step
-            self._changed_V.index_fill_(0, changed, 0)
-        return positions
 
 
 def _sent(rows_VD: Tensor | StoredRows, ids: Tensor, channel: Channel, threads: int | None) -> Share:

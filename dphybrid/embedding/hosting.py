@@ -29,7 +29,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
 
 
-class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc, override] # typed as HostEmbedding
+class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc] # typed as HostEmbedding
     """An nn.Embedding whose weight stays in host memory; `host_tables` makes it of an existing one.
 
     A subclass of nn.Embedding keeps its own forward: its `super().forward(ids)` looks up here.
@@ -360,7 +360,7 @@ def host_tables(
                 weight.data = weight.detach().cpu().contiguous()
             if weight.requires_grad:
                 _warn_if_dense(name, weight)
-        cast(Any, module).__class__ = _hosted(type(module), base)
+        cast(Any, module).__class__ = _hosted(*cast(Any, (type(module), base)))
         cast(HostedEmbedding, module)._host(name, weight.dtype)
     return list(tables)
 
@@ -473,7 +473,7 @@ def _hosted(kind: Any, base: type[HostedEmbedding]) -> type[HostedEmbedding]:
     return type(kind.__name__, bases, {"__module__": kind.__module__, "_made_of": (kind, base)})
 
 
-def _empty(kind: Any, base: type[HostedEmbedding]) -> HostedEmbedding:
+def _empty(kind: Any, base: Any) -> HostedEmbedding:
     hosted = _hosted(kind, base)
     return hosted.__new__(hosted)
 

@@ -150,17 +150,11 @@ class RowOptimizer(EagerOptimizer):
         The counters of the first of them get the time. closure: recomputes the gradients and returns the
         loss. Returns its loss.
         """
-        if (
-            profiler_looks_on()
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or of_torch._global_optimizer_pre_hooks
-            or of_torch._global_optimizer_post_hooks
-        ):
-            # torch's wrapper labels each step and calls hooks. It costs time, so it is used only if a
-            # profiler runs or a hook is registered.
-            return self._step_with_hooks(closure)
-        return self._step(closure)
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooks = hooks or of_torch._global_optimizer_pre_hooks or of_torch._global_optimizer_post_hooks
+        # torch's wrapper labels each step and calls hooks. It costs time, so it is used only if a profiler
+        # runs or a hook is registered.
+        return self._step_with_hooks(closure) if hooks or profiler_looks_on() else self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined] # or torch wraps it to label every step: 15 us
 
@@ -316,19 +310,20 @@ class RowOptimizer(EagerOptimizer):
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError if a state to load does not fit; names missing, unexpected and differently shaped
         entries."""
-        expected = {key: tuple(value.shape) for key, value in self.states().items()}
-        problems = [f"missing {key}" for key in expected.keys() - shapes.keys()]
-        problems += [f"unexpected {key}" for key in shapes.keys() - expected.keys()]
-        problems += [
-            f"{key} is {shapes[key]}, expected {shape}"
-            for key, shape in expected.items()
-            if shapes.get(key, shape) != shape
-        ]
-        if problems:
+        if problems := misfits(shapes, {key: tuple(value.shape) for key, value in self.states().items()}):
             raise UserError(
-                f"row optimizer state does not fit: {'; '.join(sorted(problems))}; load the state of the "
-                "same optimizer and tables"
+                f"row optimizer state does not fit: {'; '.join(problems)}; load the state of the same "
+                "optimizer and tables"
             )
+
+
+def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return what differs between the shapes of saved tensors and the expected ones, by name, sorted."""
+    problems = [f"missing {name}" for name in expected.keys() - shapes.keys()]
+    problems += [f"unexpected {name}" for name in shapes.keys() - expected.keys()]
+    both = expected.keys() & shapes.keys()
+    unequal = [name for name in both if shapes[name] != expected[name]]
+    return sorted([*problems, *(f"{name} is {shapes[name]}, expected {expected[name]}" for name in unequal)])
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:

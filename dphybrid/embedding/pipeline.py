@@ -125,7 +125,14 @@ class RowPipeline:
         source, ids_of = iter(batches), ids_of or self._table_ids
         if self.mode == "exact" and self.tables:
             if ids_of is None:
-                self._warn_without_ids()
+                if torch.is_grad_enabled() and not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(
+                        "RowPipeline: rows are not fetched ahead, as the ids are not declared; give prefetch "
+                        "a function from a batch to {table: ids}, or the model a method table_ids(batch)",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             else:
                 # Without a worker: `forward` must run once before it is known where rows are sent.
                 if any(not table.is_placed for table in self.tables.values()):
@@ -151,16 +158,6 @@ class RowPipeline:
                 f"{', '.join(self.tables)}"
             )
         return ids
-
-    def _warn_without_ids(self) -> None:
-        if torch.is_grad_enabled() and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "RowPipeline: rows are not fetched ahead, as the ids are not declared; give prefetch a "
-                "function from a batch to {table: ids}, or the model a method table_ids(batch)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def _prefetched(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
         worker = _Worker(batches, lambda batch: self._checked_ids(ids_of(batch)), self)
@@ -192,9 +189,8 @@ class RowPipeline:
         the loop waited for the worker. Three ratios, not divided: unique_ratio: unique rows / ids.
         prepared_ratio: prepared / unique rows. conflict_ratio: repaired / prepared rows.
         """
-        totals, seen = self._totals(), self._last_totals
-        self._last_totals = totals
-        now = {key: totals[key] - seen.get(key, 0.0) for key in totals}
+        before, self._last_totals = self._last_totals, self._totals()
+        now = {key: total - before.get(key, 0.0) for key, total in self._last_totals.items()}
         return {name: amount / steps for name, amount in now.items()} | {
             "unique_ratio": now["unique"] / max(1.0, now["ids"]),
             "prepared_ratio": now["prepared"] / max(1.0, now["unique"]),

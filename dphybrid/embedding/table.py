@@ -85,10 +85,12 @@ class HostEmbedding(nn.Module):
                 f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers of at least 1, "
                 f"and a row has at most {native.MAX_DIM} values"
             )
-        padding_idx = _checked_padding(padding_idx, num_rows, name)
-        if not (seed is None or is_integer(seed)) or not (
-            isinstance(std, SupportsFloat) and 0 <= std < math.inf
-        ):
+        if padding_idx is not None:
+            if not is_integer(padding_idx) or not -num_rows <= padding_idx < num_rows:
+                raise UserError(f"table {name!r}: padding_idx={padding_idx}; rows are 0 to {num_rows - 1}")
+            padding_idx %= num_rows
+        is_std = isinstance(std, SupportsFloat) and 0 <= std < math.inf
+        if not is_std or not (seed is None or is_integer(seed)):
             raise UserError(
                 f"table {name!r}: seed={seed!r}, std={std!r}; give an integer, and a finite std from 0 on"
             )
@@ -211,15 +213,8 @@ class HostEmbedding(nn.Module):
         """Number of values of a row."""
         return self.weight.shape[1]
 
-    @property
-    def num_embeddings(self) -> int:
-        """nn.Embedding's name for `num_rows`."""
-        return self.num_rows
-
-    @property
-    def embedding_dim(self) -> int:
-        """nn.Embedding's name for `dim`."""
-        return self.dim
+    num_embeddings, embedding_dim = num_rows, dim
+    """nn.Embedding's names."""
 
     @property
     def info(self) -> RowsInfo:
@@ -379,11 +374,6 @@ class HostEmbedding(nn.Module):
         """Whether `place_on` was called."""
         return self._placed is not None
 
-    @property
-    def replica(self) -> int | None:
-        """The replica that this is the table of; None for the table itself."""
-        return self._replica
-
     def for_replica(self, index: int) -> Self:
         """Return this table as a replica of a region sees it: the same weight, whose rows come to the
         replica's device. For a table inside a region."""
@@ -442,11 +432,3 @@ def _not_shared(name: str) -> UserError:
         f"table {name!r}: processes cannot share it by share_memory() or spawn; train in one process with "
         "dphybrid.parallel.DataParallel, and send workers the data alone"
     )
-
-
-def _checked_padding(padding_idx: int | None, num_rows: int, name: str) -> int | None:
-    if padding_idx is None:
-        return None
-    if not is_integer(padding_idx) or not -num_rows <= padding_idx < num_rows:
-        raise UserError(f"table {name!r}: padding_idx={padding_idx} is not a row; use 0 to {num_rows - 1}")
-    return padding_idx % num_rows

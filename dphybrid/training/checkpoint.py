@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.embedding.collection import is_dense
+from dphybrid.embedding.optim import misfits
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.optimizers import swap_average
 from dphybrid.training.tensor_file import (
@@ -255,18 +256,13 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
     wanted = dense_state(model)
-    problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()]
-    problems += [f"unexpected {name}" for name in blocks.keys() - wanted.keys()]
-    problems += [
-        f"{name} is {tuple(blocks[name].shape)} in the file and {tuple(wanted[name].shape)} in the model"
-        for name in wanted.keys() & blocks.keys()
-        if blocks[name].shape != wanted[name].shape
-    ]
+    saved_shapes, shapes = ({name: tuple(t.shape) for name, t in some.items()} for some in (blocks, wanted))
+    problems = misfits(saved_shapes, shapes)
     problems += [f"missing table {name}" for name in tables if not table_file(path, name).is_file()]
     if problems:
         raise UserError(
-            f"{path}: does not fit this model: {'; '.join(sorted(problems))}; use the config it was trained "
-            "with; where the model has changed since, train again"
+            f"{path}: does not fit this model: {'; '.join(problems)}; use the config it was trained with; "
+            "where the model has changed since, train again"
         )
     with torch.no_grad():
         # copy_ instead of assignment: optimizers hold references to these tensors.

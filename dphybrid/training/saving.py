@@ -216,8 +216,8 @@ class CheckpointWriter:
                         self._trained.rows.snapshot = None
             now = time.perf_counter()
             stalled = now - start if self._in_place else stall_s
-            cost = SavingCosts(count=1, full=not partly, written_bytes=written, write_s=now - began)
-            cost = cost.model_copy(update={"stall_s": stalled, "longest_stall_s": stalled})
+            times = {"write_s": now - began, "stall_s": stalled, "longest_stall_s": stalled}
+            cost = SavingCosts(count=1, full=not partly, written_bytes=written, **times)
             # A new object instead of a change in place: training may be reading the old one.
             self.costs += cost
             then(cost)
@@ -250,8 +250,8 @@ class CheckpointWriter:
         parts: dict[str, _Copied] = {}
         everything, partly = 0, 0.0
         for name, table in find_tables(self._trained.model).items():
-            # By identity and version: == would compare values.
-            if name in frozen and _same(frozen[name], self._frozen.get(name)):
+            before, version = self._frozen.get(name, (None, 0))
+            if name in frozen and frozen[name][0] is before and frozen[name][1] == version:
                 parts[name] = _Copied(None, {}, {})
                 continue
             by_row, states = {"weight": table.settled()}, {}
@@ -354,30 +354,26 @@ class CheckpointWriter:
                 sums[key] = write_tensors(file, {**changed, **copied.whole, IDS: copied.ids_U})
             if snapshot is not None:
                 snapshot.check()
-            if self._encoder is not None:
-                page = page.model_copy(update={"sha256": self._copied_encoder(self._encoder, partial)})
-            page.model_copy(update={"crc32": sums}).write(partial / "state.json")
+            page = page.model_copy(update={"crc32": sums, "sha256": self._copy_encoder(partial / "encoder")})
+            page.write(partial / "state.json")
             stats = [path.stat() for path in partial.rglob("*") if path.is_file()]
             return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 
-    def _copied_encoder(self, encoder: Path, partial: Path) -> dict[str, str]:
-        (partial / "encoder").mkdir()
-        copied = dict[str, str]()
+    def _copy_encoder(self, target: Path) -> dict[str, str]:
+        """Copy the encoder, if there is one; return the sha256 of its files."""
+        if (encoder := self._encoder) is None:
+            return {}
+        target.mkdir()
+        sums = dict[str, str]()
         for file in sorted(encoder.iterdir()):
-            copy = shutil.copyfile(file, partial / "encoder" / file.name)
-            copied[f"encoder/{file.name}"] = file_digest(copy)
-        for name, digest in copied.items():
+            sums[f"encoder/{file.name}"] = file_digest(shutil.copyfile(file, target / file.name))
+        for name, digest in sums.items():
             if self._encoder_sums.get(name, digest) != digest:
                 raise UserError(
                     f"{encoder.parent / name}: is damaged (its sha256 differs), so no checkpoint was "
                     f"written; delete {encoder.parent} and prepare the data again"
                 )
-        return copied
-
-
-def _same(one: tuple[Tensor, int], other: tuple[Tensor, int] | None) -> bool:
-    """Return whether two (weight, version) pairs are of one weight that has not changed."""
-    return other is not None and one[0] is other[0] and one[1] == other[1]
+        return sums
 
 
 def _link(base: Path, file: Path) -> None:
