@@ -10,8 +10,8 @@ from typing import ClassVar
 from pydantic import ConfigDict
 from pydantic.fields import FieldInfo
 
-from dphybrid.cli.parser import Command, as_flag, kinds_of, leaves
-from dphybrid.config import ExperimentConfig, merge, nest
+from dphybrid.cli.parser import Command, as_flag, kinds_of
+from dphybrid.config import ExperimentConfig, leaves, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from dphybrid.config import fields_of, nest
+from dphybrid.config import leaves, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_scratch, disk_text
@@ -136,15 +136,6 @@ class Command(BaseModel):
             rows = [_help_row(name, field, cls) for name, field in fields.items()]
             parts.append("\n".join([f"{group}:", *rows]) if rows else "")
         return "\n\n".join(filter(None, [*parts, page.replace("%(prog)s", program).replace("%%", "%")]))
-
-
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the fields of a class, those of its sections by dotted name."""
-    for name, field in fields_of(model).items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from leaves(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
 
 
 def kinds_of(field: FieldInfo) -> set[Any]:

@@ -7,7 +7,7 @@ sections `table`, `train`, `checkpoint` and `cluster`; each has its own classes 
 (`dphybrid.recipes`). Needs no package but pydantic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -108,6 +108,15 @@ def fields_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
 
     # pydantic lists inherited fields first; the sort is stable, so that all others keep their order.
     return dict(sorted(section.model_fields.items(), key=lambda item: is_shared(item[0])))
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the fields of a class, those of its sections by dotted name."""
+    for name, field in fields_of(model).items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
 
 
 class TableConfig(Section):

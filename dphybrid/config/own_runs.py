@@ -35,7 +35,7 @@ def is_own(folder: Path, settings: Settings) -> bool:
     if not settings.trusts_data_dir or folder.resolve().parent != settings.runs_dir.resolve():
         return False
     uid = _uid_of(folder)
-    name = _entered(settings).get(uid) if uid else None
+    name = entered(settings).get(uid) if uid else None
     return name is not None and (name == folder.name or _uid_of(settings.runs_dir / name) != uid)
 
 
@@ -68,8 +68,8 @@ def why_foreign(settings: Settings, name: str) -> str:
     )
 
 
-def _entered(settings: Settings) -> dict[str, str]:
-    """Return uid -> name of all runs in the list; none of a list of another account."""
+def entered(settings: Settings) -> dict[str, str]:
+    """Return uid -> name of all runs in the list, oldest first; none of a list of another account."""
     with suppress(FileNotFoundError, PermissionError):
         lines = (settings.data_dir / LIST).read_text(encoding="utf-8").split("\n")
         return {line.partition(" ")[0]: line.partition(" ")[2] for line in lines}

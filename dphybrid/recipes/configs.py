@@ -16,10 +16,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
+from dphybrid.config import ExperimentConfig, Section, flatten, leaves, merge, nest
 from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names
@@ -51,18 +51,7 @@ _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 @cache
 def field_types(recipe: str = DEFAULT) -> dict[str, FieldInfo]:
     """Return every field of a recipe's config by its dotted name. Raises UserError for an unknown recipe."""
-
-    def walk(model: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
-        found: dict[str, FieldInfo] = {}
-        for name, field in fields_of(model).items():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Section):
-                found |= walk(kind, f"{prefix}{name}.")
-            else:
-                found[f"{prefix}{name}"] = field
-        return found
-
-    return walk(find_recipe(recipe).config_class, "")
+    return dict(leaves(find_recipe(recipe).config_class))
 
 
 def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:

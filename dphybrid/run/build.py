@@ -33,7 +33,6 @@ from dphybrid.run.folder import (
     changed_values,
     check_run_name,
     new_run_folder,
-    next_number,
     open_run_tracker,
 )
 from dphybrid.run.prepare import prepare
@@ -168,7 +167,6 @@ def _begun(
             prepared="",
             data_digest="",
             created=now.isoformat(),
-            number=next_number(settings),
             uid=enter(folder),
         )
     page = before.model_copy(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
-from dphybrid.config.own_runs import check_own, enter, is_own, why_foreign
+from dphybrid.config.own_runs import check_own, enter, entered, is_own, why_foreign
 from dphybrid.config.settings import EXPERIMENT, UPLOAD_LIMIT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
@@ -21,13 +21,11 @@ from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
 from dphybrid.util.alive import alive, holding
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.files import make_folder, sync, write_text
-from dphybrid.util.locks import locked
+from dphybrid.util.files import make_folder, sync
 from dphybrid.util.pages import Page
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 """Tag of a run: the flow run that trains it."""
-"""Tag of a run: the address of the Prefect server whose deployment made the flow run."""
 
 
 class RunPage(Page):
@@ -35,7 +33,6 @@ class RunPage(Page):
 
     Attributes:
         uid: Names the run in the data folder's list of its own runs.
-        number: Counts the data folder's runs.
         config: The experiment's values.
         created: ISO time.
         links: Name -> address, shown on the run's page in MLflow.
@@ -52,7 +49,6 @@ class RunPage(Page):
     links: dict[str, str] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     created: str
-    number: int = 0
     uid: str = ""
 
     @property
@@ -154,8 +150,9 @@ def all_runs(settings: Settings) -> list[Run]:
             runs.append(read_run(path.parent, settings))
         except (UserError, OSError) as error:
             print(f"Note: left out a run: {error}", file=sys.stderr, flush=True)
-    # By number: the clock may have been set back. Runs of earlier versions have none, and come first.
-    return sorted(runs, key=lambda run: (run.page.number, run.page.created, run.folder.name))
+    # In the order of the list of own runs, as the clock may have been set back; runs from elsewhere first.
+    order = {uid: number for number, uid in enumerate(entered(settings))}
+    return sorted(runs, key=lambda run: (order.get(run.page.uid, -1), run.page.created, run.folder.name))
 
 
 def own_runs(settings: Settings) -> list[Run]:
@@ -180,23 +177,10 @@ def adopt(settings: Settings, name: str) -> Run:
         tags = {FOLDER_TAG: str(folder.absolute())}
         with closing(open_run_tracker(settings, run.page.recipe)) as tracker:
             run_id = tracker.adopt(name, tags)
-        new = {"run_id": run_id, "tags": {}, "links": {}, "number": next_number(settings)}
+        new = {"run_id": run_id, "tags": {}, "links": {}}
         page = run.page.model_copy(update={**new, "uid": enter(folder)})
         page.write(folder / "run.json")
     return Run(folder, page, settings)
-
-
-def next_number(settings: Settings) -> int:
-    """Return the number of a new run, greater than those of all earlier ones of the data folder."""
-    file = settings.data_dir / ".run-number"
-    make_folder(settings.data_dir)
-    with locked(file.with_name(".run-number.lock")):
-        try:
-            last = int(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # the first run, or an earlier version's folder
-            last = max((run.page.number for run in all_runs(settings)), default=0)
-        write_text(file, str(last + 1))
-    return last + 1
 
 
 def retrainings(settings: Settings, model: str | None = None) -> list[Run]:

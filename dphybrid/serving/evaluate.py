@@ -68,70 +68,45 @@ class Evaluation:
     sample: str = "row"
 
     @property
-    def tables(self) -> list[tuple[str, pl.DataFrame]]:
-        """The tables that there are, with their titles."""
-        titles = {
-            "thresholds": "Predicted positive from a probability on",
-            "classes": "Classes",
-        }
-        return [(t, frame) for name, t in titles.items() if (frame := getattr(self, name)) is not None]
+    def tables(self) -> dict[str, list[list[str]]]:
+        """The tables as texts, by title: names of columns, then rows."""
+        measured = [
+            [name + " (decides)" * (name == self.metric), *map(metric_text, (value, *self.intervals[name]))]
+            for name, value in self.metrics.items()
+        ]
+        shown = {"Metrics": [["metric", "value", "95% from", "to"], *measured]}
+        for title, frame in (("By threshold", self.thresholds), ("Classes", self.classes)):
+            if frame is not None:
+                shown[title] = [frame.columns, *([_cell(cell) for cell in row] for row in frame.iter_rows())]
+        return shown
 
     def text(self) -> str:
         """Return the result as lines for the console."""
-        lines = list(self._head)
-        for name, value in self.metrics.items():
-            low, high = self.intervals[name]
-            decides = " (decides)" if name == self.metric else ""
-            shown = f"{metric_text(value)}   95% from {metric_text(low)} to {metric_text(high)}{decides}"
-            lines.append(f"  {name:<18}{shown}")
-        for title, frame in self.tables:
-            lines += [f"{title}:", *(f"  {line}" for line in aligned(_cells(frame)))]
+        lines = [self._head]
+        for title, rows in self.tables.items():
+            lines += [f"{title}:", *(f"  {line}" for line in aligned(rows))]
         return "\n".join(lines)
 
     __repr__ = text
 
     @property
-    def _head(self) -> list[str]:
+    def _head(self) -> str:
         left_out = [f"Left out: {counted(self.left_out, 'row')} without a label"] * (self.left_out > 0)
-        return [f"Evaluated on {counted(self.num_rows, self.sample)}", *self.notes, *left_out]
-
-    @property
-    def _html(self) -> dict[str, list[str]]:
-        """The tables as HTML, by title."""
-        measured = [
-            [
-                name + " (decides)" * (name == self.metric),
-                *map(metric_text, (value, *self.intervals[name])),
-            ]
-            for name, value in self.metrics.items()
-        ]
-        shown = {"Metrics": [["", "value", "95% from", "to"], *measured]}
-        return {
-            title: [table(rows)] for title, rows in (shown | {t: _cells(f) for t, f in self.tables}).items()
-        }
+        return "\n".join([f"Evaluated on {counted(self.num_rows, self.sample)}", *self.notes, *left_out])
 
     def _repr_html_(self) -> str:
-        parts = (f"<p>{html.escape(title)}</p>{part}" for title, (part,) in self._html.items())
-        return f"<p>{html.escape('. '.join(self._head))}</p>{''.join(parts)}"
+        parts = [f"<p>{html.escape(title)}</p>{table(rows)}" for title, rows in self.tables.items()]
+        return f"<p>{html.escape(self._head)}</p>{''.join(parts)}"
 
     def page(self, title: str) -> str:
         """Return the result as an HTML page: the same tables, and figures."""
-        figures = {"What it predicts": [chart_figure(chart) for chart in self.charts]}
-        return html_of(title, {"Evaluation": "\n".join(self._head)}, {**self._html, **figures})
+        figures = {name: [table(rows)] for name, rows in self.tables.items()}
+        figures["What it predicts"] = [chart_figure(chart) for chart in self.charts]
+        return html_of(title, {"Evaluation": self._head}, figures)
 
 
-def _cells(frame: pl.DataFrame) -> list[list[str]]:
-    """Return a table's names, then its rows, as texts: - for no value."""
-    return [
-        frame.columns,
-        *(
-            [
-                "-" if cell is None else metric_text(cell) if isinstance(cell, float) else str(cell)
-                for cell in row
-            ]
-            for row in frame.iter_rows()
-        ),
-    ]
+def _cell(value: object) -> str:
+    return "-" if value is None else metric_text(value) if isinstance(value, float) else str(value)
 
 
 def evaluate(

@@ -161,6 +161,6 @@ def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
     pl.DataFrame({**words, "rating": held["rating_B"]}).write_csv("held.csv")
     told = command("evaluate", "one", "--data.path", "held.csv")
     assert "Evaluated on 100 rows" in told
-    assert f"mae               {found.metrics['mae']:.4f}" in told
+    assert f"mae (decides)  {found.metrics['mae']:.4f} " in told
     with refused("the rows have no 'item_B', which its training split has"):
         run.evaluate({name: cells for name, cells in held.items() if name != "item_B"})
