@@ -62,8 +62,7 @@ def check_recipe(recipe: str | ExperimentConfig) -> None:
         off = _trained(_changed(sample, pipeline="off"), "off")
         _compare(first, off, "prefetching", "return the ids of forward from table_ids")
         _trained(_changed(sample, check_split=True), "split")
-        if sample.recipe.predicts:
-            _check_predictions(sample, Path(first.best_checkpoint))
+        _check_predictions(sample, Path(first.best_checkpoint))
 
 
 class _CountingEngine(Engine):
@@ -151,6 +150,8 @@ def _check_predictions(sample: Experiment, checkpoint: Path) -> None:
     if not rows and isinstance(data, TableDataConfig) and data.path is not None:
         with rows_of(data.path, data) as found:
             rows = found.frame.head(8).collect().to_dict(as_series=False)
+    if not rows:
+        return
     predictor = open_predictor(checkpoint, settings=sample.settings)
-    if rows and repr(predictor.predict(rows)) != repr(predictor.predict(rows)):
+    if repr(predictor.predict(rows)) != repr(predictor.predict(rows)):
         raise UserError("two predictions of the same rows differ; draw no random numbers in evaluation mode")

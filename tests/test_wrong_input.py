@@ -197,7 +197,6 @@ def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: P
         ("train --train.amp true", "--train.amp: there is no such flag; known: --train.epochs, "),
         ("train --model.tower 3", "--model.tower: there is no such flag; known: --model."),
         ("train --train.epoch 3", "--train.epoch: there is no such flag; did you mean '--train.epochs'?"),
-        ("train --learning-rate 3", "did you mean '--table.lr' or '--train.lr'?"),
         ("train --epochs 3", "--epochs: there is no such flag; did you mean '--train.epochs'?"),
         ("sweep --recipe toy --grid {} --trials 0", "--trials '0': must be greater than or equal to 1"),
         ("sweep --recipe toy --grid {} --at-once x", "error: --at-once 'x': must be a valid integer\n"),

@@ -30,20 +30,6 @@ from dphybrid.util.text import split_items
 
 Values = dict[str, Any]
 """Values of a config by name; sections are nested mappings."""
-_ELSEWHERE = {
-    "learning_rate": "lr",
-    "learning_rate_init": "lr",
-    "eta": "lr",
-    "max_iter": "epochs",
-    "max_epochs": "epochs",
-    "num_epochs": "epochs",
-    "n_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "random_state": "seed",
-    "random_seed": "seed",
-    "gradient_clip_val": "clip_norm",
-}
-"""Names of fields in other libraries -> the name here."""
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
@@ -57,30 +43,30 @@ def field_types(recipe: str = DEFAULT) -> dict[str, FieldInfo]:
 def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     """Return the message for a field that a recipe's config does not have, with the field that was probably
     meant. flags: all flags of the command, where `name` is an unknown flag."""
-    bare = name.lstrip("-")
+    bare = name.lstrip("-").replace("-", "_")
     # Only for names with a section: looking through all recipes imports polars, for ctr's kinds of columns.
-    others = [other for other in BUILT_IN if "." in bare and bare.replace("-", "_") in field_types(other)]
+    others = [other for other in BUILT_IN if "." in bare and bare in field_types(other)]
     if others and recipe not in others:  # if it has this value, only `-` and `_` are mixed up
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
     what, known = ("flag", flags) if flags else ("field", list(field_types(recipe)))
-    section, leaf = name.rpartition(".")[0], bare.rpartition(".")[2]
-    # Compare only the last parts: with the prefix `train.` every name of that section would look similar.
-    leaves = {full: full.lstrip("-").rpartition(".")[2] for full in known}
-    same_section = [full for full in known if full.rpartition(".")[0] == section] or known
-    candidates = same_section if section else known
-    leaf = _ELSEWHERE.get(leaf.replace("-", "_"), leaf)
-    # In this order: the same last part in any section, a prefix of a name, a misspelt name.
+    (section, _, leaf), leaves = bare.rpartition("."), {full: _leaf(full) for full in known}
+    # In this order: the same last part in any section, fields of a section, a misspelt name.
     meant = [full for full in known if leaves[full] == leaf or full.startswith(f"{name}.")]
-    meant = meant or [full for full in candidates if leaves[full].startswith(leaf)]
     if not meant:
-        near = difflib.get_close_matches(leaf, [leaves[full] for full in candidates], n=1)
-        meant = [full for full in candidates if leaves[full] in near]
+        near = difflib.get_close_matches(leaf, leaves.values(), n=1)
+        meant = [full for full in known if leaves[full] in near]
     if not meant and not section:  # such as --label, where nothing else says that the data is a table
         same = [full for full in field_types(OF_TABLES) if full.rpartition(".")[2] == leaf]
-        meant = [f"{name.removesuffix(bare)}{full}".replace("_", "-" if flags else "_") for full in same]
+        dashes = name[: len(name) - len(bare)]
+        meant = [f"{dashes}{full}".replace("_", "-" if flags else "_") for full in same]
     if meant:
         return f"there is no such {what}; did you mean {' or '.join(map(repr, meant[:4]))}?"
+    same_section = [full for full in known if full.lstrip("-").rpartition(".")[0] == section] or known
     return f"there is no such {what}; known: {', '.join(same_section)}"
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 
 def parse_overrides(overrides: list[str]) -> Values:

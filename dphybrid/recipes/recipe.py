@@ -2,7 +2,7 @@
 name."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -196,10 +196,6 @@ class Recipe:
             raise UserError(f"{where}: returned {type_text(model)}; return a torch.nn.Module")
         return model
 
-    def fixed(self, model: "nn.Module") -> None:
-        """Precompute what depends on the weights alone. From now on the model only predicts, with the same
-        bits as before; it must not be trained any more."""
-
     def optimizers(self, model: "nn.Module", config: Any) -> "Mapping[str, Optimizer]":
         """Return the optimizers of the model's dense parameters by name, each parameter in exactly one. By
         default there is one, "blocks", set by the `train` section. Tables have their own, called "rows".
@@ -260,30 +256,24 @@ class Recipe:
         them. rows: of any form that `labelled` takes, or the path of files. Raises UserError."""
         from dphybrid.recipes.predicting import samples_of
 
-        if type(self).rows is Recipe.rows:
+        own = type(self)
+        if own.rows is Recipe.rows or (isinstance(rows, str | Path) and own.labelled is Recipe.labelled):
+            missing = "samples(checkpoint, config, model, rows)"
+            if own.rows is not Recipe.rows:
+                missing = "labelled(rows, vocabularies)"
             raise UserError(
-                f"recipe {self.name}: has its own source; define samples(checkpoint, config, model, rows) to "
-                "evaluate new rows"
-            )
-        if isinstance(rows, str | Path) and type(self).labelled is Recipe.labelled:
-            raise UserError(
-                f"recipe {self.name}: define labelled(rows, vocabularies) to evaluate files; run.evaluate "
-                "takes a split as rows() returns it"
+                f"recipe {self.name}: define {missing} to evaluate these rows; run.evaluate takes a split as "
+                "rows() returns it"
             )
         return samples_of(self.name, self.labelled, checkpoint, rows)
-
-    @property
-    def predicts(self) -> bool:
-        """Whether this recipe predicts new rows."""
-        own = type(self)
-        return self.tabular or own.predict is not Recipe.predict or own.predictor is not Recipe.predictor
 
     def predictor(
         self, checkpoint: Path, config: ExperimentConfig, build: "Callable[[], nn.Module]", batch_size: int
     ) -> Any:
         """Return the object that `dphybrid.load` returns and `dphybrid predict` uses, with the methods
-        `predict(rows)`, `predict_file` and `told`. The default one calls the recipe's `predict`. None for a
-        tabular recipe, which has `dphybrid.serving.predict.Predictor`. Raises UserError without a `predict`.
+        `predict(rows)`, `predict_file` and `summary`. The default one calls the recipe's `predict`. None for
+        a tabular recipe, which has `dphybrid.serving.predict.Predictor`. Raises UserError without a
+        `predict`.
 
         checkpoint: its folder, with the files of the prepared data's `encoder/`. build: returns the model
         with the checkpoint's weights.
@@ -292,31 +282,11 @@ class Recipe:
         if self.tabular:
             return None
         # Raises the UserError of `Recipe.predict` now, before the model is built.
-        if not self.predicts:
+        if type(self).predict is Recipe.predict:
             self.predict(None, None, {})  # type: ignore[arg-type]
         from dphybrid.recipes.predicting import RowsPredictor
 
         return RowsPredictor(self.name, self.predict, checkpoint, build(), batch_size)
-
-    def continue_text(
-        self,
-        checkpoint: Path,
-        model: "nn.Module",
-        info: Mapping[str, Any],
-        prompt: str,
-        *,
-        length: int,
-        temperature: float,
-        seed: int,
-    ) -> "Iterator[str]":
-        """Yield pieces of a text that continues `prompt`. Raises UserError for a recipe that writes no text.
-
-        Args:
-            model: The checkpoint's, in evaluation mode.
-            length: At most this many tokens.
-            temperature: 0 for the likeliest token each time.
-        """
-        raise UserError(f"recipe {self.name}: writes no text; --prompt is for recipe text")
 
     def prepare(
         self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None

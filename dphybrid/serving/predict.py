@@ -36,6 +36,7 @@ from dphybrid.data.table.frames import (
     write_predictions,
 )
 from dphybrid.recipes.configs import build_config, stored_config
+from dphybrid.recipes.ctr.numbers import fix_numbers
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
@@ -84,7 +85,7 @@ class Predictor:
                 f"of a recipe that reads tables ({OF_TABLES})"
             )
         # Before the encoder is read: this also compares the checksums of the encoder's files.
-        self.model = _model(self.folder, config.recipe, devices, settings)
+        self.model = _model(self.folder, devices, settings)
         self.encoder = Encoder.load(self.folder / "encoder")
         with misread(self.folder / "encoder"):
             reads = self.encoder.id_columns, len(self.encoder.dense)
@@ -261,10 +262,9 @@ class Predictor:
         return np.concatenate(scores)
 
 
-def _model(folder: Path, recipe: str, devices: str, settings: Settings) -> nn.Module:
-    # `fixed` computes once what depends only on the weights, which do not change any more.
+def _model(folder: Path, devices: str, settings: Settings) -> nn.Module:
     model = model_from_checkpoint(folder, devices, mapped=True, settings=settings)
-    find_recipe(recipe).fixed(model)
+    fix_numbers(model)
     return model
 
 
@@ -288,7 +288,7 @@ def open_predictor(
     current ones. Raises UserError if its recipe has no predictor."""
     settings = settings or load_settings()
     config = stored_config(read_state(folder).config, folder / "state.json", settings)
-    build = partial(_model, folder, config.recipe, devices, settings)
+    build = partial(_model, folder, devices, settings)
     own = find_recipe(config.recipe).predictor(folder, config, build, batch_size)
     return Predictor(folder, devices, batch_size, settings) if own is None else own
 

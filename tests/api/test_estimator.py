@@ -139,12 +139,6 @@ def test_what_it_cannot_learn_is_told(labels: Any, more: Any, message: str, data
     assert not data_dir.exists()
 
 
-@pytest.mark.parametrize(("name", "meant"), [("learning_rate", "lr"), ("max_iter", "epochs")])
-def test_another_library_s_name_of_a_value_is_told(name: str, meant: str, data_dir: Path) -> None:
-    with refused(f"{name}: there is no such field; did you mean .*train.{meant}'"):
-        estimator().set_params(**{name: 1}).fit(*table(60))
-
-
 def test_scikit_learn_finds_thresholds_importance_and_calibration(data_dir: Path) -> None:
     rows, labels = table(120)
     X, f1 = rows.to_pandas(), make_scorer(f1_score, pos_label="yes")

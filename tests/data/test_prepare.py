@@ -97,7 +97,7 @@ def test_unusable_tables_are_told_and_leave_nothing(
         ("ctr", lambda p: None, ["no such file"]),
         ("ctr", lambda p: p.mkdir(), ["is a folder"]),
         ("ctr", lambda p: p.write_bytes("é,clicked\n".encode() + b"\xff,c\n" * 9), ["not UTF-8 text"]),
-        ("text", lambda p: None, ["no such file or folder"]),
+        ("text", lambda p: None, ["no such file"]),
         ("text", lambda p: p.mkdir(), ["holds neither text", ".txt"]),
         ("text", lambda p: p.write_text(""), ["is empty"]),
         ("text", lambda p: p.write_text("one line of words"), ["found 1 document"]),

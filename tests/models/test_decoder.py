@@ -30,7 +30,7 @@ def sources(tmp_path: Path) -> Path:
         file = folder / f"part{number % 3}" / f"module{number}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(SOURCE.replace("total", f"total_{number}") * 8)
-    (folder / "notes.txt").write_text("left out")
+    (folder / "notes.txt").write_text("a file of text beside them")
     return folder
 
 
@@ -79,7 +79,7 @@ def test_source_code_is_learned_and_continued(data_dir: Path, sources: Path, mem
         "train", *SMALL, "--data.path", str(sources), "--model.memory", memory, "--devices", "cpu*2"
     )
     assert "byte pairs" in told
-    assert "1 file of text left out" in told
+    assert "13 documents" in told
     (run,) = dphybrid.runs()
     metrics = run.metrics
     # The mean loss of a token is in nats; bytes and tokens are those of the validation split.

@@ -155,7 +155,6 @@ class Ctr(Recipe):
     tabular = True
     source = imported("dphybrid.data.table.source:open_source")
     build = imported("dphybrid.recipes.ctr.model:build_ctr")
-    fixed = imported("dphybrid.recipes.ctr.numbers:fix_numbers")
     task = imported("dphybrid.training.label_tasks:label_task")
     floor = imported("dphybrid.recipes.ctr.floor:floor")
 

@@ -1,8 +1,7 @@
 """Recipe text: a language model of the user's own text, or of Python's language reference."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,8 +10,6 @@ from dphybrid.config.tables import TextFiles
 from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from dphybrid.training.metrics import Task
 
 
@@ -99,14 +96,6 @@ class Text(Recipe):
     dataset = imported("dphybrid.recipes.text.data:part_of")
     build = imported("dphybrid.recipes.text.model:build_text")
     samples = imported("dphybrid.recipes.text.data:later_text")
-
-    def continue_text(
-        self, checkpoint: Path, model: "nn.Module", info: Mapping[str, object], prompt: str, **options: Any
-    ) -> Iterator[str]:
-        """Yield pieces of a text that continues `prompt`; see `Recipe.continue_text`."""
-        from dphybrid.recipes.text.continuing import continued
-
-        return continued(checkpoint, model, info, prompt, **options)
 
     def threads(self, config: ExperimentConfig) -> int:
         model = config.model

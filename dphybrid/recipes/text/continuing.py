@@ -20,8 +20,9 @@ def continued(
     temperature: float,
     seed: int,
 ) -> Iterator[str]:
-    """Yield the text that follows `prompt`, in pieces; see `Recipe.continue_text`. Ends early where the model
-    ends a document. Raises UserError for a prompt without tokens."""
+    """Yield the text that follows `prompt`, in pieces, of at most `length` tokens. Ends early where the model
+    ends a document. model: of this checkpoint, in evaluation mode. temperature: 0 for the likeliest token
+    each time. Raises UserError for a prompt without tokens."""
     tokens = read_tokens(checkpoint, int(info["num_words"]))
     ids = tokens.encode([prompt])[0]
     if not ids:

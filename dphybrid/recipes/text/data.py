@@ -6,7 +6,7 @@ Letters: B samples, T tokens of a sample.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import PACKED
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.store import Content, Prepared, Progress, source_digests
+from dphybrid.data.store import Content, Prepared, Progress, Source, source_digests
 from dphybrid.data.table.delimited import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, read_tokens, save_tokens
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
-from dphybrid.util.files import given_path
+from dphybrid.util.files import given_path, no_such_file
 
 _PARTS = ("train", "valid", "test")
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".tokens", ".raw")
@@ -33,13 +33,7 @@ _CODE_SUFFIXES = (
     *(".ts", ".rb", ".php", ".sh", ".sql", ".r", ".jl", ".swift", ".lua", ".pl", ".cs", ".hs"),
 )
 _NO_SOURCES = frozenset(("__pycache__", "site-packages", "node_modules"))
-"""Folders below a folder of source code that hold other people's or none."""
-_PART_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-"""Words in the names of files or folders that name a part."""
+"""Folders that hold other people's sources or none, like hidden ones."""
 
 _HELD_TOPICS = ("binary", "formatstrings", "numbers", "operator-summary", "strings", "truth")
 """Validation topics of Python's language reference: a tenth of it, in which little repeats other topics. They
@@ -87,11 +81,12 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
 
 
 @dataclass(frozen=True)
-class _TextSource:
+class _TextSource(Source):
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
     file.
 
     Attributes:
+        root: The file or folder; None: the reference.
         parts: The files of each part, if their names say so.
         test_file: The test part, if it is given by itself.
         pairs: Whether tokens are byte pairs.
@@ -99,29 +94,29 @@ class _TextSource:
 
     data: TextDataConfig
     seed: int
-    files: tuple[Path, ...]
     root: Path | None
-    parts: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    test_file: Path | None = None
-    pairs: bool = False
-    notes: tuple[str, ...] = ()
+    text_files: tuple[Path, ...]
+    parts: Mapping[str, tuple[Path, ...]]
+    test_file: Path | None
+    pairs: bool
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.text_files + ((self.test_file,) if self.test_file else ())
 
     @property
     def options(self) -> dict[str, object]:
         # Paths below the folder, not the folder's own: a moved folder is the same data.
         folder = self.root if self.root and self.root.is_dir() else None
-        names = [file.relative_to(folder).as_posix() for file in self.files if folder]
-        tested = {"test_file": True} if self.test_file else {}
+        names = [file.relative_to(folder).as_posix() for file in self.text_files if folder]
         # What does not count for these tokens must not make a new folder.
         unused = {"path", "test_path", "tokens", "min_count" if self.pairs else "vocabulary"}
-        tokens = {"tokens": "bpe"} if self.pairs else {}
-        return self.data.model_dump(mode="json", exclude=unused) | {"files": names, **tested, **tokens}
+        more = {"files": names, "pairs": self.pairs, "test_file": self.test_file is not None}
+        return self.data.model_dump(mode="json", exclude=unused) | more
 
     def digests(self, progress: Progress) -> list[bytes]:
-        tested = source_digests((self.test_file,), progress) if self.test_file else []
-        if self.files:
-            return source_digests(self.files, progress) + tested
-        return ["\0".join(f"{name}\0{text}" for name, text in self._documents(())).encode(), *tested]
+        own = [] if self.root else [repr(sorted(_python_reference().items())).encode()]
+        return [*own, *source_digests(self.files, progress)]
 
     def documents(self, files: Sequence[Path]) -> list[tuple[str, str]]:
         """Return the documents that have text, with their names."""
@@ -140,18 +135,13 @@ class _TextSource:
             for number, paragraph in enumerate(paragraphs, start=1):
                 yield f"paragraph {number}", paragraph
 
-    def read(self, progress: Progress, scratch: Path) -> Content:
-        where = str(self.root) if self.root else "the Python reference"
-        files = {name: self.parts.get(name, ()) for name in _PARTS} if self.parts else {"": self.files}
-        parts = dict[str, list[tuple[str, str]]]()
-        for done, (name, some) in enumerate(files.items()):
-            progress("read documents", done, len(files))
-            if some or not self.parts:
-                parts[name] = self.documents(some)
+    def _parts(self, where: str) -> dict[str, list[tuple[str, str]]]:
+        """Return the documents of each part, in the order of `_PARTS`. Raises UserError for a single one."""
+        parts = {name: self.documents(files) for name, files in self.parts.items()}
         if self.test_file:
             parts["test"] = self.documents((self.test_file,))
         if "valid" not in parts:
-            documents = parts.pop("train" if self.parts else "")
+            documents = parts.pop("train") if self.parts else self.documents(self.text_files)
             if len(documents) < 2:
                 raise UserError(
                     f"data.path={where}: found {counted(len(documents), 'document')} with words; two are "
@@ -161,19 +151,30 @@ class _TextSource:
                 held = {i for i, (name, _) in enumerate(documents) if name in _HELD_TOPICS}
             else:
                 held = held_out([len(text) for _, text in documents], self.data.valid_fraction, self.seed)
-            parts["train"] = [document for i, document in enumerate(documents) if i not in held]
-            parts["valid"] = [document for i, document in enumerate(documents) if i in held]
+            for i, document in enumerate(documents):
+                parts.setdefault("valid" if i in held else "train", []).append(document)
+        return {name: parts[name] for name in _PARTS if name in parts}
+
+    def read(self, progress: Progress, scratch: Path) -> Content:
+        where = str(self.root) if self.root else "the Python reference"
+        progress("read documents", 0, 1)
+        parts = self._parts(where)
         training = [text for _, text in parts["train"]]
         progress("number tokens", 0, 1)
-        known: Tokens
-        if self.pairs:
-            known = BytePairs.of(training, self.data.vocabulary)
-        else:
-            known = Words.of(training, self.data.min_count)
-        tokens = {
-            name: _tokens(known, part)
-            for name, part in sorted(parts.items(), key=lambda part: _PARTS.index(part[0]))
-        }
+        known: Tokens = (
+            Words.of(training, self.data.min_count)
+            if not self.pairs
+            else BytePairs.of(training, self.data.vocabulary)
+        )
+        tokens = {name: _tokens(known, part) for name, part in parts.items()}
+        lines = [f"  text from {where}: {counted(sum(map(len, parts.values())), 'document')}, {known.note}"]
+        if self.parts:
+            named = [
+                f"{name} from {', '.join(f.name for f in some[:3])}" for name, some in self.parts.items()
+            ]
+            if left := len(self.text_files) - sum(map(len, self.parts.values())):
+                named.append(f"{counted(left, 'other file')} left out")
+            lines.append(f"  parts by name: {'; '.join(named)}")
         for name, found in tokens.items():
             if len(found) <= self.data.window:
                 part = {"train": "training", "valid": "validation"}.get(name, name)
@@ -182,19 +183,6 @@ class _TextSource:
                     f"data.window={self.data.window} needs; "
                     "give more text, a smaller data.window, or another data.valid_fraction"
                 )
-        num_documents = sum(map(len, parts.values()))
-        lines = [
-            f"  text from {where}: {counted(num_documents, 'document')}, {known.note}",
-            *(f"  reading: {note}" for note in self.notes),
-        ]
-        if self.parts:
-            named = [
-                f"{name} from {', '.join(f.name for f in some[:3])}" for name, some in self.parts.items()
-            ]
-            if left := len(self.files) - sum(map(len, self.parts.values())):
-                named.append(f"{counted(left, 'other file')} left out")
-            lines.append(f"  parts by name: {'; '.join(named)}")
-        for name, found in tokens.items():
             whole = "" if self.parts.get(name) else f"{len(parts[name])} whole documents, "
             lines.append(
                 f"  {len(found):,} tokens to train"
@@ -229,11 +217,14 @@ def later_text(
     or a list of documents. Raises UserError for text without words."""
     info = read_state(checkpoint).info
     known = read_tokens(checkpoint, int(info["num_words"]))
+    where = "the rows"
     if isinstance(rows, str | Path):
+        where = f"data.path={rows}"
         source = open_source(TextDataConfig(path=str(rows), encoding=config.data.model_dump()["encoding"]), 0)
         if source.parts:
-            names = " and ".join(source.parts)
-            raise UserError(f"data.path={rows}: has files named {names}; name those to evaluate on")
+            raise UserError(
+                f"{where}: has files named {' and '.join(source.parts)}; name those to evaluate on"
+            )
         documents = source.documents(source.files)
     elif isinstance(rows, Sequence) and all(isinstance(text, str) for text in rows):
         documents = [("", text) for text in rows if text.strip()]
@@ -241,7 +232,6 @@ def later_text(
         raise UserError(f"the rows: are {type_text(rows)}; give a path, or a list of texts")
     tokens = _tokens(known, documents)
     if len(tokens) < 2:
-        where = f"data.path={rows}" if isinstance(rows, str | Path) else "the rows"
         raise UserError(f"{where}: holds no words; give some text")
     line = f"{counted(len(documents), 'document')}, {_counted(tokens, known)}"
     return _WindowDataset(tokens, int(info["window"]), known.num_bytes()), [line]
@@ -274,13 +264,13 @@ def _python_reference() -> dict[str, str]:
 
 
 def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
-    """Return the files of the parts that a folder's name, or a word between dots of their own names, such as
-    wiki.train.tokens, says; none unless some are for training and others are not."""
+    """Return the files of the parts that their folders' names, or a word between dots of their own names,
+    such as wiki.train.tokens, say; none unless some are for training and others are not."""
     parts: dict[str, list[Path]] = {}
     for file in files:
-        folder, name = file.relative_to(root).parent.as_posix().lower(), file.name.lower()
-        for words in (re.split(r"[/\W_]+", folder), re.sub(r"[-_]?\d+", "", name).split(".")):
-            if len(named := {_PART_WORDS[word] for word in words if word in _PART_WORDS}) == 1:
+        folders, name = file.relative_to(root).parent.parts, re.sub(r"[-_]?\d+", "", file.name.lower())
+        for words in (folders, name.split(".")):
+            if len(named := {*words} & {*_PARTS}) == 1:
                 parts.setdefault(min(named), []).append(file)
                 break
     by_part = {name: tuple(parts[name]) for name in _PARTS if name in parts}
@@ -290,47 +280,50 @@ def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     """Find the files of the text. Raises UserError for a missing path, an empty file, a folder without
     text."""
-    tested = None if data.test_path is None else given_path(data.test_path, "data.test_path")
-    if tested and not tested.is_file():
+    test = None if data.test_path is None else given_path(data.test_path, "data.test_path")
+    if test and not test.is_file():
         raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
     if data.path is None:
-        pairs = _by_pairs(data, False)
         data.check_unset("valid_fraction", "the language reference has validation topics of its own")
-        return _TextSource(data, seed, (), None, test_file=tested, pairs=pairs)
+        return _TextSource(data, seed, None, (), {}, test, _by_pairs(data, False))
     root = given_path(data.path, "data.path")
     if not root.exists():
-        raise UserError(f"data.path={data.path}: no such file or folder; give a text file or a folder")
-    notes: tuple[str, ...] = ()
-    if root.is_file():
-        files = [root]
-    else:
-        found = sorted(file for file in root.rglob("*") if file.is_file())
-        # Sorted: the order decides which documents the seed holds out.
-        texts = [file for file in found if _ends_in(file, _TEXT_SUFFIXES)]
-        codes = [file for file in found if _ends_in(file, _CODE_SUFFIXES) and not _is_foreign(file, root)]
-        files, left, kind = (codes, texts, "text") if _size(codes) > _size(texts) else (texts, codes, "code")
-        if not files:
-            endings = ", ".join(_TEXT_SUFFIXES)
-            raise UserError(
-                f"data.path={data.path}: holds neither text ({endings}) nor source code; give some"
-            )
-        if left:
-            notes = (f"{counted(len(left), 'file')} of {kind} left out, as the folder holds less of it",)
-    if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
+        raise no_such_file(data.path, "data.path")
+    files, parts = (root,), dict[str, tuple[Path, ...]]()
+    if root.is_dir():
+        files = _text_files(root)
+        parts = _parts_of(files, root)
+    sizes = [given_path(str(file), "data.path").stat().st_size for file in files]
+    if not sum(sizes):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
-    if tested and tested.resolve() in (file.resolve() for file in files):
+    if test and test.resolve() in (file.resolve() for file in files):
         raise UserError(
             f"data.test_path={data.test_path}: is also among the files of data.path; move it away"
         )
-    parts = _parts_of(files, root) if root.is_dir() else {}
-    if tested and "test" in parts:
+    if test and "test" in parts:
         raise UserError(
             f"data.test_path={data.test_path}: the folder has {parts['test'][0].name}, too; keep one"
         )
     if "valid" in parts:
         data.check_unset("valid_fraction", f"{parts['valid'][0].name} is the validation split")
-    pairs = _by_pairs(data, _ends_in(files[0], _CODE_SUFFIXES))
-    return _TextSource(data, seed, tuple(files), root, parts, tested, pairs, notes)
+    code = sum(size for file, size in zip(files, sizes, strict=True) if _ends_in(file, _CODE_SUFFIXES))
+    return _TextSource(data, seed, root, files, parts, test, _by_pairs(data, 2 * code > sum(sizes)))
+
+
+def _text_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of text and source code below a folder. Raises UserError if there are none."""
+    # Sorted: the order decides which documents the seed holds out.
+    below = sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    files = tuple(
+        folder / file
+        for file in below
+        if _ends_in(file, _TEXT_SUFFIXES + _CODE_SUFFIXES)
+        and not any(part in _NO_SOURCES or part.startswith(".") for part in file.parts[:-1])
+    )
+    if not files:
+        endings = ", ".join(_TEXT_SUFFIXES)
+        raise UserError(f"data.path={folder}: holds neither text ({endings}) nor source code; give some")
+    return files
 
 
 def _by_pairs(data: TextDataConfig, is_code: bool) -> bool:
@@ -343,13 +336,3 @@ def _by_pairs(data: TextDataConfig, is_code: bool) -> bool:
 
 def _ends_in(file: Path, suffixes: Sequence[str]) -> bool:
     return file.name.lower().endswith(tuple(suffix + packed for suffix in suffixes for packed in PACKED))
-
-
-def _is_foreign(file: Path, root: Path) -> bool:
-    """Return whether a file lies in a folder of packages, or in a hidden one."""
-    folders = file.relative_to(root).parts[:-1]
-    return any(folder in _NO_SOURCES or folder.startswith(".") for folder in folders)
-
-
-def _size(files: Sequence[Path]) -> int:
-    return sum(file.stat().st_size for file in files)

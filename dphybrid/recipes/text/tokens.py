@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -33,50 +33,16 @@ def tokenize(text: str) -> list[str]:
     return _TOKEN.findall(unicodedata.normalize("NFC", text.lower()))
 
 
-class Tokens(Protocol):
-    """Maps text to token ids."""
-
-    @property
-    def end(self) -> int:
-        """The id after each document."""
-        ...
-
-    @property
-    def note(self) -> str:
-        """How many there are and of which kind, for people."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of different tokens."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without `end`."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
-        ...
-
-    def num_bytes(self) -> np.ndarray | None:
-        """Return the bytes of text that each token stands for, or None if ids do not give the text back."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the tokens into the folder `encoder` of prepared data."""
-        ...
-
-
 @dataclass(frozen=True)
 class Words:
-    """Words of the training split by frequency; the others are `<unk>`, id 0."""
+    """Words of the training split by frequency; the others are `<unk>`, id 0.
+
+    note: how many there are, for people. end: the id after each document.
+    """
 
     words: tuple[str, ...]
     note: str = ""
-
-    @property
-    def end(self) -> int:
-        return 1
+    end: ClassVar[int] = 1
 
     @classmethod
     def of(cls, texts: Iterable[str], min_count: int) -> Self:
@@ -94,6 +60,7 @@ class Words:
         return len(self.words)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without `end`."""
         numbers = {word: number for number, word in enumerate(self.words)}
         return [[numbers.get(word, 0) for word in tokenize(text)] for text in texts]
 
@@ -101,7 +68,7 @@ class Words:
         return " ".join(self.words[number] for number in ids)
 
     def num_bytes(self) -> None:
-        return None
+        """Return None: ids do not give the text back."""
 
     def save(self, folder: Path) -> None:
         write_json(folder / _WORDS_FILE, {"words": self.words})
@@ -148,12 +115,16 @@ class BytePairs:
         return str(self.tokenizer.decode([number for number in ids if number != self.end]))
 
     def num_bytes(self) -> np.ndarray:
+        """Return the bytes of text that each token stands for."""
         # The library writes a token with one character for each byte.
         tokens = [self.tokenizer.id_to_token(number) for number in range(self.end)]
         return np.array([*map(len, tokens), 0], np.int32)
 
     def save(self, folder: Path) -> None:
         write_text(folder / _BPE_FILE, self.tokenizer.to_str())
+
+
+Tokens = Words | BytePairs
 
 
 def save_tokens(tokens: Tokens, folder: Path) -> None:
