@@ -1,6 +1,6 @@
 """Copy the code of examples/ into the pages of docs/ that show it, below lines such as
 
-<!-- examples/own_gan.py:8 -->        from line 8 on
+<!-- examples/own_recipe.py:8 -->      from line 8 on
 <!-- examples/tutorial.py:toy -->     between `# [start:toy]` and `# [end:toy]`
 
 python docs/copy_examples.py

@@ -8,8 +8,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-import dphybrid
-from examples import callbacks, make_notebook, own_loop, tutorial
+from examples import make_notebook, own_loop, tutorial
 from examples.memory import own_decoder, row_adapter
 from tests.commands import models_of, python, run_with
 from tests.conftest import REPOSITORY
@@ -93,18 +92,3 @@ def test_from_a_dataframe_to_predictions(unrecorded: None, capsys: pytest.Captur
     runpy.run_path(str(REPOSITORY / "examples/dataframe.py"), run_name="__main__")
     (right,) = re.findall(r"([\d.]+)% of 200 new rows are right", capsys.readouterr().out)
     assert float(right) > 90
-
-
-def test_callbacks_write_for_tensorboard_and_end_what_is_good_enough(
-    unrecorded: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = {"recipe": "digits", "devices": "cpu", "epochs": 4}
-    run = dphybrid.train(**given, callbacks=[callbacks.good_enough(0.5)])
-    assert len(run.history) < 4
-    assert "is good enough" in capsys.readouterr().out
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    dphybrid.train(**given | {"epochs": 2}, run_name="curves", callbacks=[callbacks.tensorboard])
-    curves = reader.EventAccumulator(str(callbacks.FOLDER / "curves"))
-    curves.Reload()
-    assert {"train/loss", "valid/accuracy"} <= set(curves.Tags()["scalars"])
-    assert len(curves.Scalars("valid/accuracy")) == 2
