@@ -45,8 +45,9 @@ class Net(nn.Module):
         return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        loss_B = softplus(-self.critic(self.made(batch)).squeeze(1))
-        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
+        made_B2 = self.made(batch)
+        loss_B = softplus(-self.critic(made_B2).squeeze(1))
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B), "made_B2": made_B2}
 
 
 class Gan(Recipe):
@@ -57,8 +58,8 @@ class Gan(Recipe):
 
     def rows(self, data: Any, seed: int) -> tuple[Any, Any]:
         random = np.random.default_rng(seed)
-        rows = {"kind_B": random.integers(0, 2, 1250), "point_B2": random.normal(2, 0.5, (1250, 2))}
-        return {k: v[:1000] for k, v in rows.items()}, {k: v[1000:] for k, v in rows.items()}
+        rows = {"kind_B": random.integers(0, 2, 5000), "point_B2": random.normal(2, 0.5, (5000, 2))}
+        return {k: v[:4000] for k, v in rows.items()}, {k: v[4000:] for k, v in rows.items()}
 
     def build(self, context: ModelContext[Any]) -> nn.Module:
         return Net(context)
@@ -78,7 +79,10 @@ class Gan(Recipe):
         return shown
 
     def task(self, info: Mapping[str, Any]) -> Task:
-        return Task("loss", False, lambda outputs: {"loss": float(outputs["loss"].mean())}, ())
+        def distance(outputs: dict[str, Tensor]) -> dict[str, float]:
+            return {"distance": float((outputs["made_B2"].mean(0) - 2).norm())}
+
+        return Task("distance", False, distance, reads=("made_B2",))
 
 
 class LeavesOut(Gan):
