@@ -171,7 +171,6 @@ _IDLE = {
     "model.dropout=0.5": ("recipe=retrieval", "model.kind=bag", "model.kind=transformer"),
     "data.negatives=50": ("recipe=retrieval", "model.softmax=full", "model.softmax=sampled"),
     "model.cross_rank=4": ("recipe=ctr", "model.kind=mlp", "model.kind=dcn"),
-    "model.bins=16": ("recipe=ctr", "model.numbers=squashed", "model.numbers=embedded"),
     "data.valid_fraction=0.3": ("recipe=ctr", "data.valid_path=held.csv", "data.valid_path="),
     "model.memory=1000": ("recipe=text", "model.kind=lstm", "model.kind=decoder"),
     "data.vocabulary=500": ("recipe=text", "data.tokens=words", "data.tokens=bpe"),

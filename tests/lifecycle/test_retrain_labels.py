@@ -16,7 +16,6 @@ from dphybrid.lifecycle.retrain import plan_retraining
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking.models import Version
-from dphybrid.training.checkpoint import read_state
 from tests.commands import run_with
 from tests.refusing import refused
 
@@ -97,23 +96,6 @@ def test_a_champion_of_another_registry_is_not_mistaken_for_this_one(
         checkpoint = champion_of(monkeypatch, *values, f"train.seed={seed}")
         kept = retrain.plan_retraining(config, load_settings()).config.train.warm_start
         assert (Path(kept) / "state.json").read_bytes() == (checkpoint / "state.json").read_bytes()
-
-
-@pytest.mark.usefixtures("unrecorded")
-def test_numbers_enter_the_network_as_the_champion_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = rows_of(tmp_path, monkeypatch)
-    champion_of(monkeypatch, *values, "model.numbers=squashed")
-    with Path("rows.csv").open("a") as more:
-        more.write("13,0\n14,1\n" * 40)
-    registered = [*values, "checkpoint.register_as=clicks"]
-    planned = retrain.plan_retraining(load_config(None, registered), load_settings()).config
-    assert planned.model.numbers == "auto"
-    state = read_state(Path(run_job(planned, load_settings()).best_checkpoint))
-    assert state.config["model"]["numbers"] == "squashed"
-    with refused(r"model.numbers: squashed -> embedded"):
-        retrain.plan_retraining(load_config(None, [*registered, "model.numbers=embedded"]), load_settings())
 
 
 def rows_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -65,7 +65,7 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(train: dict
     found, lines = recipe.sized(config, 160_000, info)
     assert (found.train.batch_size, found.train.epochs) == (512, 1)
     assert (found.table.optimizer, found.model.unknown) == ("adagrad", 0.02)
-    assert (found.model.numbers, found.model.dropout) == ("embedded", 0)
+    assert found.model.dropout == 0
     why = "one pass over 160,000 training rows, with a column of 50,000 values"
     assert {f"table.optimizer=adagrad: {why}", f"model.dropout=0.0: {why}"} <= {*lines}
     assert found.table.lr == pytest.approx(80 * found.train.lr)
@@ -74,12 +74,12 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(train: dict
     # What is set stays, and so do the rules for fewer rows or values, other networks and learned rows.
     of_user = {"batch_size": 64, "epochs": 1, "patience": 0}
     table = {"optimizer": "adam", "lr": 0.5}
-    of_model = {"unknown": 0.1, "dropout": 0.2, "numbers": "squashed"}
+    of_model = {"unknown": 0.1, "dropout": 0.2}
     given = build_config({"recipe": "ctr", "train": of_user, "table": table, "model": of_model})
     assert recipe.sized(given, 160_000, info) == (given, [])
     dcn = build_config({"recipe": "ctr", "model": {"kind": "dcn"}})
     of_warm = train | {"warm_start": "checkpoint"}
-    warm = build_config({"recipe": "ctr", "train": of_warm, "model": {"numbers": "embedded"}})
+    warm = build_config({"recipe": "ctr", "train": of_warm})
     cases = (
         (config, 90_000, 50_000),
         (config, 160_000, 1000),
@@ -90,7 +90,7 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(train: dict
     for other, rows, values in cases:
         usual = recipe.sized(other, rows, {"num_ids": [values]})[0]
         assert (usual.table.optimizer, usual.model.unknown) == ("adam", 0.3)
-        assert (usual.model.numbers, usual.model.dropout) == ("embedded", 0.1)
+        assert usual.model.dropout == 0.1
 
 
 def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for_or_beside_a_linear_part() -> None:

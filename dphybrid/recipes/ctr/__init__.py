@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field
 from dphybrid.config import ExperimentConfig, ModelConfig, flatten, nest
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.recipe import STEPS, Recipe, imported
-from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
     from dphybrid.data.batches import Dataset
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 _MANY_ROWS, _MANY_VALUES = 100_000, 1000
 """An mlp makes one pass over at least so many training rows, if a column has more than so many values: more
 passes overfit rare values. For a dlrm one pass is too short."""
-_USUAL = {"table.optimizer": "adam", "model.unknown": 0.3, "model.dropout": 0.1, "model.numbers": "embedded"}
+_USUAL = {"table.optimizer": "adam", "model.unknown": 0.3, "model.dropout": 0.1}
 _ONE_PASS = {
     "train.epochs": 1,
     "table.optimizer": "adagrad",
@@ -51,8 +50,6 @@ class CtrModelConfig(ModelConfig):
     used_with: ClassVar[Mapping[str, str]] = {
         "cross_layers": "model.kind=dcn",
         "cross_rank": "model.kind=dcn",
-        "bins": "model.numbers=auto,embedded",
-        "bin_width": "model.numbers=auto,embedded",
     }
 
     kind: Literal["mlp", "dlrm", "dcn"] = "mlp"
@@ -73,31 +70,18 @@ class CtrModelConfig(ModelConfig):
     unknown: Annotated[float | Literal["auto"], BeforeValidator(_share)] = "auto"
     """Share of the ids that training replaces by the unknown one, drawn anew in each epoch, so that the
     network learns to handle new values. Bags keep theirs. auto: 0.3; in one pass over many rows 0.02."""
-    numbers: Literal["auto", "squashed", "embedded"] = "auto"
-    """Encoding of numbers: squashed, the number itself, with outliers limited to 3 standard deviations;
-    embedded, also its position in each quantile bin of the training rows, through a linear layer for each
-    column (Gorishniy et al. 2022). auto: embedded; after a warm start as before."""
     bins: int = Field(default=128, ge=1, le=1024)
-    """Quantile bins of a number, at most one for each 8 training rows; used if model.numbers is embedded."""
+    """Quantile bins of a number, at most one for each 8 training rows. The network gets the number, with
+    outliers limited to 3 standard deviations, and its position in each bin, through a linear layer for each
+    column (Gorishniy et al. 2022)."""
     bin_width: int = Field(default=8, ge=1, le=1024)
-    """Width of a number's encoding, besides the number itself; used if model.numbers is embedded."""
+    """Width of a number's encoding, besides the number itself."""
 
     def settled(self) -> Self:
         """Return the usual values where they are auto: for a model that no training data has sized."""
         usual = {name.removeprefix("model."): value for name, value in _USUAL.items()}
         autos = {name: value for name, value in usual.items() if getattr(self, name, None) == "auto"}
         return self.model_copy(update=autos)
-
-
-def _numbers_before(checkpoint: str | None) -> str:
-    """Return model.numbers of the checkpoint that a training starts from: it has that network."""
-    if checkpoint is None:
-        return "embedded"
-    from dphybrid.training.checkpoint import read_state
-
-    return str(
-        read_state(given_path(checkpoint, "train.warm_start")).config["model"].get("numbers", "embedded")
-    )
 
 
 def _with(config: ExperimentConfig, values: Mapping[str, object]) -> ExperimentConfig:
@@ -170,8 +154,6 @@ class Ctr(Recipe):
             batch_size = 2 ** round(math.log2(num_rows / _ONE_PASS_STEPS))
             regime["train.batch_size"] = min(max(batch_size, 512), 2048)
         unset, given = {"train.epochs": 0, "train.batch_size": 0}, flatten(config.model_dump())
-        if given.get("model.numbers") == "auto":
-            regime["model.numbers"] = _numbers_before(config.train.warm_start)
         chosen = {name: v for name, v in regime.items() if given.get(name) == unset.get(name, "auto")}
         why = f"one pass over {num_rows:,} training rows, with a column of {values:,} values"
         lines = [f"{name}={value}: {why}" for name, value in chosen.items() if once]

@@ -28,7 +28,7 @@ from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
-from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
+from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, bins_of
 from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 
@@ -238,19 +238,15 @@ class _ClickModel(nn.Module):
 def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     o = context.options.settled()
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
-    embeds = bool(num_dense) and o.numbers == "embedded"
     # A flag of a missing number is an input as it is.
-    flags = [int(column) for column in context.info.get("flags", [])] if embeds else []
+    flags = [int(column) for column in context.info.get("flags", [])]
     values = [column for column in range(num_dense) if column not in flags]
-    inputs = len(values) * (1 + o.bin_width if embeds else 1) + len(flags)
     task = label_task(context.info)
-    widths = (len(num_ids), o.dim, inputs, o.hidden, o.layers)
+    widths = (len(num_ids), o.dim, len(values) * (1 + o.bin_width) + len(flags), o.hidden, o.layers)
     sizes = Sizes(*widths, float(o.dropout), task.num_outputs, o.cross_layers, o.cross_rank)
     network = _NETWORKS[o.kind](sizes)
-    if embeds:
+    if num_dense:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width, flags))
-    elif num_dense:
-        network = OnNumbers(network, Squashed())
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
     std = 0.1 if o.kind == "dlrm" else 0.05

@@ -178,13 +178,6 @@ def squashed(dense_BN: Tensor) -> Tensor:
     return dense_BN / (1 + (dense_BN / 3).square()).double().sqrt().to(dense_BN.dtype)
 
 
-class Squashed(nn.Module):
-    """dense_BN -> (B, N): `squashed`."""
-
-    def forward(self, dense_BN: Tensor) -> Tensor:
-        return squashed(dense_BN)
-
-
 class OnNumbers(nn.Module):
     """(rows_BFD, dense_BI) -> network(rows_BFD, numbers(dense_BI))."""
 
