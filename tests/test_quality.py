@@ -8,13 +8,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from examples.quality import __main__ as quality
-from examples.quality import tables, text
-from examples.quality.retrieval import RECOMMENDERS, by_scores, ndcg
+pytest.importorskip("sklearn")
+
+from examples import quality
 
 
 def test_models_see_the_same_rows(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn")
     draw = random.Random(0)
     lines = ["size,kind,clicked"]
     for _ in range(600):
@@ -25,22 +24,22 @@ def test_models_see_the_same_rows(data_dir: Path, tmp_path: Path, capsys: pytest
     asked = ["--only", "tables", "--table", str(tmp_path / "clicks.csv"), "--label", "clicked"]
     found = quality.main([*asked, "--seeds", "1", "--out", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text()) == found
-    (table,), told = found["tables"]["tables"].values(), capsys.readouterr().out
-    assert (table["rows"], table["task"]) == (600, "binary")
-    assert table["runs"].keys() == tables.MODELS.keys()
-    assert table["runs"]["HistGradientBoosting"][0]["metric"] > 0.85
+    table, told = found["groups"]["table: 600 rows"], capsys.readouterr().out
+    assert table["metric"] == "AUC"
+    assert table["runs"].keys() == quality.MODELS.keys()
+    assert table["runs"]["HistGradientBoosting"][0]["value"] > 0.85
     for name, (run,) in table["runs"].items():
-        assert 0.4 < run["metric"] <= 1
-        assert f"| {name} | {run['metric']:.4g} |" in told
+        assert 0.4 < run["value"] <= 1
+        assert f"| {name} | {run['value']:.4g} |" in told
 
 
 def test_lists_hide_what_a_user_has_met_and_are_judged_by_ndcg() -> None:
     known = pl.DataFrame({"user": ["u", "u", "v"], "item": ["b", "c", "a"]})
-    lists = by_scores(known, lambda met_UI: np.array([1.0, 3.0, 2.0]))  # of a, b, c
+    lists = quality.by_scores(known, lambda met_UI: np.array([1.0, 3.0, 2.0]))  # of a, b, c
     assert lists["v"] == ["b", "c", "a"]  # met: at the end, as there are no others
     assert lists["u"][0] == "a"
     wanted = pl.DataFrame({"user": ["v", "v"], "item": ["c", "z"]})
-    assert ndcg(lists, wanted) == pytest.approx((1 / np.log2(3)) / (1 + 1 / np.log2(3)))
+    assert quality.ndcg(lists, wanted) == pytest.approx((1 / np.log2(3)) / (1 + 1 / np.log2(3)))
 
 
 def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> None:
@@ -51,23 +50,21 @@ def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> Non
     (tmp_path / "ml-100k").mkdir()
     (tmp_path / "ml-100k" / "u.data").write_text("\n".join(lines))
     asked = ["--only", "retrieval", "--data", str(tmp_path), "--seeds", "1"]
-    found = quality.main([*asked, "--out", str(tmp_path / "found.json")])["retrieval"]["runs"]
-    assert found.keys() == RECOMMENDERS.keys()
-    scores = {name: runs[0]["ndcg"] for name, runs in found.items()}
+    found = quality.main([*asked, "--out", str(tmp_path / "found.json")])["groups"]["MovieLens-100k"]["runs"]
+    assert found.keys() == quality.RECOMMENDERS.keys()
+    scores = {name: runs[0]["value"] for name, runs in found.items()}
     assert scores["EASE"] > scores["most popular"] + 0.1
     assert 0 < scores["retrieval, defaults"] <= 1
 
 
-def test_text_is_compared_after_equal_steps(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_compared_with_a_plain_loop_on_the_same_batches(data_dir: Path, tmp_path: Path) -> None:
     draw = random.Random(0)
     (tmp_path / "wikitext2").mkdir()
     documents = [" ".join(draw.choices(["a", "b", "c", "d"], k=200)) for _ in range(30)]
     (tmp_path / "wikitext2" / "valid.txt").write_text("\n\n".join(documents))
-    monkeypatch.setattr(text, "STEPS", 1)
-    asked = ["--only", "text", "--data", str(tmp_path), "--turns", "1", "--out", str(tmp_path / "found.json")]
-    found = quality.main(asked)["text"]
-    assert found["steps"] == 2
-    assert found["perplexity"].keys() == found["tokens_per_cpu_s"].keys()
-    assert 3 < found["perplexity"]["text"] < 20  # four words at random, two steps
+    asked = ["--only", "text", "--data", str(tmp_path), "--seeds", "1", "--out", str(tmp_path / "found.json")]
+    (found,) = quality.main(asked)["groups"].values()
+    assert [3 < runs[0]["value"] < 10 for runs in found["runs"].values()] == [
+        True,
+        True,
+    ]  # four words at random

@@ -64,30 +64,29 @@ class GivenSource(Source):
     def splits(self) -> list[dict[str, Array]]:
         """The arrays of the training, the validation and, if there is one, the test split. Raises UserError
         when their names or shapes differ."""
-        where = f"recipe {self.name}"
-        given, vocabularies = self._given
+        where, (given, vocabularies) = f"recipe {self.name}", self._given
         names = ("training", "validation", "test")[: len(given)]
         splits = [
             as_arrays(split, f"{where}, {name} split") for name, split in zip(names, given, strict=True)
         ]
-        train = splits[0]
-        for name, split in zip(names, splits, strict=True):
-            if train.keys() != split.keys():
-                named = f"the training split has {sorted(train)}, the {name} split {sorted(split)}"
+        train = {name: array.shape[1:] for name, array in splits[0].items()}
+        for part, split in zip(names, splits, strict=True):
+            shapes = {name: array.shape[1:] for name, array in split.items()}
+            if train.keys() != shapes.keys():
+                named = f"the training split has {sorted(train)}, the {part} split {sorted(shapes)}"
                 raise UserError(f"{where}: {named}; give both the same names")
+            for name, shape in train.items():
+                if shape != shapes[name]:
+                    found = f"{shape} in training and {shapes[name]} in {part}"
+                    raise UserError(
+                        f"{where}: samples of {name!r} have the shape {found}; give both the same"
+                    )
         for name in (*train, *vocabularies):
             if "/" in name or name in _ROWS:
                 raise UserError(
                     f"{where}: {name!r} cannot be the name of an array or vocabulary, as it also names a "
                     f"file; rename it, without slashes and not {' or '.join(_ROWS)}"
                 )
-        for part, split in zip(names, splits, strict=True):
-            for name in train:
-                if train[name].shape[1:] != split[name].shape[1:]:
-                    shapes = f"{train[name].shape[1:]} in training and {split[name].shape[1:]} in {part}"
-                    raise UserError(
-                        f"{where}: samples of {name!r} have the shape {shapes}; give both the same"
-                    )
         return splits
 
     def digests(self, progress: Progress) -> list[bytes]:
@@ -105,20 +104,18 @@ class GivenSource(Source):
     def read(self, progress: Progress, scratch: Path) -> Content:
         sizes_P = [len(next(iter(split.values()))) for split in self.splits]
         arrays = {name: np.concatenate([split[name] for split in self.splits]) for name in self.splits[0]}
+        vocabularies = self._given[1]
+        sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
         shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
         verbs = ("samples to train", "to validate", "to test")
         counts = ", ".join(f"{size:,} {verb}" for size, verb in zip(sizes_P, verbs, strict=False))
         lines = [f"  {self.name}: {counts}: {shapes}"]
-        vocabularies = self._given[1]
-        sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
         lines += [f"  vocabulary {name}: {counted(size, 'row')}" for name, size in sizes.items()]
-        # Rows of a table for each array of ids: the largest id in either split decides. A vocabulary of the
-        # same name knows better: it also counts the rows of unknown values.
-        info = {
-            "shapes": {name: list(array.shape[1:]) for name, array in arrays.items()},
-            "num_ids": {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
-            | sizes,
-        }
+        # Rows of a table for each array of ids: the largest id in any split decides. A vocabulary of the same
+        # name knows better: it also counts the rows of unknown values.
+        ids = {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
+        shapes_by_name = {name: list(array.shape[1:]) for name, array in arrays.items()}
+        info = {"shapes": shapes_by_name, "num_ids": ids | sizes}
         numbers = dict(zip(_ROWS, np.split(np.arange(sum(sizes_P)), np.cumsum(sizes_P)[:-1]), strict=False))
         save = partial(write_vocabularies, vocabularies)
         return Content(arrays | numbers, info, lines, tuple(arrays), save=save)

@@ -1,1 +1,0 @@
-"""Compares the quality of the models with other libraries; see `__main__`."""
