@@ -103,16 +103,14 @@ class Flags(Command):
         return 0
 
     def _continue_text(self) -> int:
-        from dphybrid.recipes.text.continuing import continued
+        from dphybrid.recipes.registry import find_recipe
         from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
         from dphybrid.training.checkpoint import read_state
 
         assert self.prompt is not None
         checkpoint = find_checkpoint(self.model, load_settings())
         state = read_state(checkpoint)
-        if (recipe := str(state.config["recipe"])) != "text":
-            raise UserError(f"recipe {recipe}: writes no text; --prompt is for recipe text")
-        pieces = continued(
+        pieces = find_recipe(str(state.config["recipe"])).continue_text(
             checkpoint,
             model_from_checkpoint(checkpoint, self.devices),
             state.info,

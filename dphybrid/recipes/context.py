@@ -3,7 +3,7 @@
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -15,6 +15,13 @@ from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder
 
 Options = TypeVar("Options", bound=ModelConfig)
+
+
+@runtime_checkable
+class FixedForPredictions(Protocol):
+    """A module that precomputes what depends on its weights alone; it must not be trained any more."""
+
+    def fix_for_predictions(self) -> None: ...
 
 
 @dataclass(frozen=True)

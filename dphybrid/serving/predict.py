@@ -36,7 +36,7 @@ from dphybrid.data.table.frames import (
     write_predictions,
 )
 from dphybrid.recipes.configs import build_config, stored_config
-from dphybrid.recipes.ctr.numbers import fix_numbers
+from dphybrid.recipes.context import FixedForPredictions
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
@@ -264,7 +264,9 @@ class Predictor:
 
 def _model(folder: Path, devices: str, settings: Settings) -> nn.Module:
     model = model_from_checkpoint(folder, devices, mapped=True, settings=settings)
-    fix_numbers(model)
+    for module in model.modules():
+        if isinstance(module, FixedForPredictions):
+            module.fix_for_predictions()
     return model
 
 

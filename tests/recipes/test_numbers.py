@@ -15,7 +15,6 @@ from dphybrid.recipes.ctr.numbers import (
     EmbeddedBins,
     OnNumbers,
     _table,
-    fix_numbers,
     quantile_bins,
     sample_dense,
 )
@@ -167,7 +166,7 @@ def test_tables_made_once_give_the_same_bits() -> None:
     dense_BN = torch.randn(100, 3)
     wanted = embedded(dense_BN)
     model = OnNumbers(torch.nn.Identity(), embedded)
-    fix_numbers(model)
+    embedded.fix_for_predictions()
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
             assert torch.equal(model.numbers(dense_BN), wanted)

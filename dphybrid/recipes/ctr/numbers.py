@@ -56,7 +56,7 @@ class EmbeddedBins(nn.Module):
         self.weight_NED = nn.Parameter(torch.empty(num_dense, inputs, width).uniform_(-bound, bound))
         self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
         numbers = sorted(set(range(num_dense + len(flags))).difference(flags))
-        # Not persistent: facts of the data, which the builder gets again, and what `fix_numbers` computes.
+        # Not persistent: facts of the data, which the builder gets again, and what is fixed for predictions.
         self.register_buffer("places_I", torch.tensor([*numbers, *flags]), persistent=False)
         self.register_buffer("table_XS", None, persistent=False)
 
@@ -85,8 +85,8 @@ class EmbeddedBins(nn.Module):
         start_NKD = self.bias_ND[:, None] + torch.einsum("kj,njd->nkd", below_KK, slope_NKD)
         return torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1)
 
-    def fix(self) -> None:
-        """Compute the table once, for predictions: the weights must not change any more."""
+    def fix_for_predictions(self) -> None:
+        """Compute the table once: the weights must not change any more."""
         self.table_XS = self.table().detach()
 
 
@@ -188,13 +188,6 @@ class OnNumbers(nn.Module):
 
     def forward(self, rows_BFD: Tensor, dense_BI: Tensor) -> Tensor:
         return self.network(rows_BFD, self.numbers(dense_BI))
-
-
-def fix_numbers(model: nn.Module) -> None:
-    """Compute the table of each `EmbeddedBins` of a model once; see `EmbeddedBins.fix`."""
-    for module in model.modules():
-        if isinstance(module, EmbeddedBins):
-            module.fix()
 
 
 def bins_of(rows: Dataset | None, columns: Sequence[int], num_bins: int) -> Tensor:
