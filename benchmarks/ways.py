@@ -5,14 +5,13 @@ Letters: B samples, F id columns, D width of a row, T tokens of a sample, V word
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding import HostEmbeddingCollection, row_optimizer
+from dphybrid.embedding import row_optimizer
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
@@ -67,35 +66,18 @@ def _by_torch(blocks: nn.Module) -> nn.Module:
     return blocks
 
 
-def _clicks(
-    rows_of: Callable[[Experiment, Any], tuple[Any, torch.optim.Optimizer]], experiment: Experiment
-) -> Way:
-    """Return DLRM over other tables. rows_of: collection -> (function that looks ids_BF up, optimizer)."""
+def sparse_clicks(experiment: Experiment) -> Way:
+    """Return DLRM over one sparse nn.Embedding with the rows of all columns."""
     model = _built(experiment)
-    region = _by_torch(model.region.module)
-    look_up, rows = rows_of(experiment, model.table)
-
-    def losses(batch: Batch) -> Mapping[str, Tensor]:
-        loss_B, _ = region(look_up(batch["ids_BF"]), batch["dense_BN"], batch["labels_B"])
-        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
-
-    return Way(losses, region, rows)
-
-
-def _of_sparse(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, torch.optim.Optimizer]:
+    region, table = _by_torch(model.region.module), model.table
     embedding = nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
     starts_F = torch.tensor(list(table.starts.values()))  # each column's first row in the one embedding
-    return lambda ids_BF: embedding(ids_BF + starts_F), _stock(experiment, embedding)
 
+    def losses(batch: Batch) -> Mapping[str, Tensor]:
+        loss_B, _ = region(embedding(batch["ids_BF"] + starts_F), batch["dense_BN"], batch["labels_B"])
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
 
-def _of_bags(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, torch.optim.Optimizer]:
-    make = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum", sparse=True)
-    bags = nn.ModuleList(make(table.weight_of(name).clone()) for name in table.num_rows)
-
-    def look_up(ids_BF: Tensor) -> Tensor:
-        return torch.stack([bag(ids_B[:, None]) for bag, ids_B in zip(bags, ids_BF.T, strict=True)], 1)
-
-    return look_up, _stock(experiment, bags)
+    return Way(losses, region, _stock(experiment, embedding))
 
 
 def plain_text(experiment: Experiment) -> Way:
@@ -128,9 +110,5 @@ def plain_text(experiment: Experiment) -> Way:
     return Way(losses, blocks, _stock(experiment, words))
 
 
-CLICKS: dict[str, Make] = {
-    "sparse nn.Embedding": partial(_clicks, _of_sparse),
-    "an EmbeddingBag a column, as in DLRM": partial(_clicks, _of_bags),
-}
-
+CLICKS: dict[str, Make] = {"sparse nn.Embedding": sparse_clicks}
 TEXTS: dict[str, Make] = {"nn.Embedding, nn.LSTM, nn.Linear": plain_text}

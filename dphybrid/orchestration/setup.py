@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from prefect.automations import Automation
-from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
 from dphybrid.orchestration.checking import check_deployments, load_flow, read_deployments
 from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
-from dphybrid.orchestration.worker import SHARED_QUEUES
+from dphybrid.orchestration.worker import make_queues
 from dphybrid.util.errors import UserError
 
 _AUTOMATION = "dphybrid: notice runs whose machine died"
@@ -43,29 +40,6 @@ _OVER = [
         *ENDINGS,
     )
 ]
-
-
-async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
-    """Create the pool and its queues if they do not exist; return the queues' names by priority: those of
-    `hosts`, the existing ones in their order, and new shared ones."""
-    try:
-        await client.read_work_pool(pool)
-    except ObjectNotFound:
-        await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
-    there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
-    kept = sorted(there.keys() - {*hosts, "default"}, key=lambda name: there[name].priority)
-    # Lower numbers come first, and Prefect gives a new queue the highest number: a host's own queue would
-    # come after `any`. Set all of them, in order: giving one a number in use moves the queues from there on
-    # back.
-    wanted = [*hosts, *kept, *(name for name in SHARED_QUEUES if name not in there)]
-    if wanted == sorted(there.keys() - {"default"}, key=lambda name: there[name].priority):
-        return wanted
-    for priority, name in enumerate(wanted, start=1):
-        if name in there:
-            await client.update_work_queue(there[name].id, priority=priority)
-        else:
-            await client.create_work_queue(name, work_pool_name=pool, priority=priority)
-    return wanted
 
 
 async def _upsert_automation() -> str:
@@ -153,10 +127,9 @@ def deploy(hosts: Sequence[str], given: Path | None) -> None:
     pools = dict.fromkeys(deployment["work_pool"]["name"] for deployment in deployments)
 
     async def make() -> None:
-        async with get_client() as client:
-            for pool in pools:
-                queues = await _make_queues(client, pool, hosts)
-                print(f"Queues of pool {pool}, by priority: {', '.join(queues)}")
+        for pool in pools:
+            queues = await make_queues(pool, hosts, new_pool=True)
+            print(f"Queues of pool {pool}, by priority: {', '.join(queues)}")
         print(f"Automation {_AUTOMATION!r}: {await _upsert_automation()}")
 
     with reaching_server() as address:

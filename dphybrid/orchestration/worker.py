@@ -22,6 +22,7 @@ from uuid import UUID, uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -214,21 +215,34 @@ async def _why_not_loaded(entrypoint: str) -> str:
     return f"entrypoint {entrypoint!r}: {reason}" if loading.returncode else ""
 
 
-async def _make_queues(pool: str, names: Sequence[str]) -> None:
-    """Create the queues that do not exist: a worker that asks for a missing queue gets no runs from its other
-    queues either. Raises UserError when the pool does not exist."""
+async def make_queues(pool: str, hosts: Sequence[str], new_pool: bool = False) -> list[str]:
+    """Create the queues of `hosts` and the shared ones that do not exist. Return all by priority: the new
+    ones of hosts, the existing ones in their order, the new shared ones.
+
+    A worker that asks for a missing queue gets no runs from its other queues either. new_pool: create the
+    pool, too; without it, raises UserError when the pool does not exist.
+    """
     async with get_client() as client:
         try:
-            there = {queue.name for queue in await client.read_work_queues(work_pool_name=pool)}
+            await client.read_work_pool(pool)
         except ObjectNotFound as error:
-            raise UserError(
-                f"the server has no work pool {pool!r}; create it with `dphybrid deploy`"
-            ) from error
-        for name in names:
-            if name not in there:
-                await client.create_work_queue(
-                    name, work_pool_name=pool, priority=1 if name not in SHARED_QUEUES else None
-                )
+            if not new_pool:
+                remedy = "create it with `dphybrid deploy`"
+                raise UserError(f"the server has no work pool {pool!r}; {remedy}") from error
+            await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+        there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
+        kept = sorted(there.keys() - {"default"}, key=lambda name: there[name].priority)
+        wanted = [name for name in hosts if name not in there] + kept
+        wanted += [name for name in SHARED_QUEUES if name not in there]
+        # Lower numbers come first, and Prefect gives a new queue the highest number: a host's own queue would
+        # come after `any`. Set all of them, in order: giving one a number in use moves the queues from there
+        # on back.
+        for priority, name in enumerate(wanted if wanted != kept else (), start=1):
+            if name in there:
+                await client.update_work_queue(there[name].id, priority=priority)
+            else:
+                await client.create_work_queue(name, work_pool_name=pool, priority=priority)
+    return wanted
 
 
 async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
@@ -325,7 +339,7 @@ def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None, w
         free_now(Inventory(settings.nvml), settings)  # or the lease folder's fault would end the worker later
         wanted = list(queues or [name, *SHARED_QUEUES])
         with reaching_server():
-            asyncio.run(_make_queues(pool, wanted))
+            asyncio.run(make_queues(pool, [name for name in wanted if name not in SHARED_QUEUES]))
         worker = DrainingWorker(
             work_pool_name=pool,
             work_queues=wanted,
