@@ -100,7 +100,7 @@ def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
         f"{tmp_path}/page.html",
     )
     assert "Evaluated on 290 rows" in told
-    assert re.search(rf"  auc +{from_file.metrics['auc']:.4f} ", told)
+    assert re.search(rf"  auc .decides. +{from_file.metrics['auc']:.4f} ", told)
     assert "null" not in told
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 4
