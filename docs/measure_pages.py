@@ -27,6 +27,7 @@ h1, h2 { margin-top: 24px; padding-bottom: 0.3em; border-bottom: 1px solid; line
 h2 { font-size: 1.5em; }
 h1 { margin-top: 0; font-size: 2em; }
 code { font: 85% "Liberation Mono", monospace; }
+img { max-width: 100%; }
 pre { padding: 16px; overflow: auto; background: #eee; }
 pre code { display: block; line-height: 1.45; }
 table { display: block; overflow: auto; border-collapse: collapse; }
@@ -42,7 +43,8 @@ def written(site: Path) -> dict[str, Path]:
 
     readme = site / "readme-as-on-github.html"
     text = markdown(README.read_text(encoding="utf-8"), extensions=["tables", "fenced_code"])
-    readme.write_text(GITHUB + text, encoding="utf-8")
+    base = f'<base href="{README.parent.as_uri()}/">'  # for the pictures
+    readme.write_text(base + GITHUB + text, encoding="utf-8")
     pages = {file.parent.name: file for file in sorted(site.glob("*/index.html"))}
     return {"README": readme, "index": site / "index.html"} | pages
 
