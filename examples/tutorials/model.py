@@ -1,70 +1,43 @@
 """The small models: toy, blocks, hybrid, convnet and digits. Each is a plain module; `Supervised` adds the
-loss of a task.
+loss of its task.
 
-Letters: B samples, I inputs, O outputs, C classes or channels.
+Letters: B samples, I inputs, O outputs, C channels.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
-from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, Devices
 from dphybrid.recipes.context import ModelContext
-
-from . import (
-    BlocksModelConfig,
-    ConvnetModelConfig,
-    DigitsModelConfig,
-    HybridModelConfig,
-)
 
 _CLASSES = 10
 
 
 class Supervised(nn.Module):
-    """Adds a loss to a module `network(input) -> output`: the network gets the batch's input, and the loss
-    compares its output with the batch's target."""
+    """Adds a loss to a module `network(input) -> output`: the network gets the batch's input, and its output
+    is compared with the batch's labels_B (cross-entropy), or with y_BO (the mean squared error of a
+    sample)."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        keys: tuple[str, str, str],
-        loss: Callable[[Tensor, Tensor], Tensor],
-        dtype: torch.dtype,
-    ) -> None:
-        """keys: names of the input and the target in the batch, and of the output in the result."""
+    def __init__(self, network: nn.Module, input_key: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.network = network
-        self.input_key, self.target_key, self.output_key = keys
-        self.loss, self.dtype = loss, dtype
+        self.network, self.input_key, self.dtype = network, input_key, dtype
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         input_B = batch[self.input_key]
         # Ids are whole numbers and must stay so.
-        if input_B.is_floating_point():
-            input_B = input_B.to(self.dtype)
-        output_BO = self.network(input_B)
+        output_BO = self.network(input_B.to(self.dtype) if input_B.is_floating_point() else input_B)
         # The loss is computed outside the region, on the device that gathers the outputs.
-        target_B = batch[self.target_key].to(output_BO.device, non_blocking=True)
-        loss_B = self.loss(output_BO, target_B)
-        return {"loss": loss_B, "weight": torch.ones_like(loss_B), self.output_key: output_BO}
-
-
-def _squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
-    """Return the mean squared error of each sample (B,)."""
-    return (output_BO - target_BO.to(output_BO.dtype)).square().mean(1)
-
-
-# Keys of `Supervised`.
-_REGRESSION = ("x_BI", "y_BO", "prediction")
-_IMAGES = ("x_BCHW", "labels_B", "logits")
-_cross_entropy = partial(F.cross_entropy, reduction="none")
+        if "labels_B" in batch:
+            labels_B = batch["labels_B"].to(output_BO.device, non_blocking=True)
+            key, loss_B = "logits", cross_entropy(output_BO, labels_B, reduction="none")
+        else:
+            key, y_BO = "prediction", batch["y_BO"].to(output_BO, non_blocking=True)
+            loss_B = (output_BO - y_BO).square().mean(1)
+        return {"loss": loss_B, "weight": torch.ones_like(loss_B), key: output_BO}
 
 
 class Blocks(nn.Module):
@@ -87,55 +60,51 @@ class Hybrid(nn.Module):
 
     def __init__(self, table: HostEmbedding, region: DataParallel) -> None:
         super().__init__()
-        self.table = table
-        self.region = region
+        self.table, self.region = table, region
 
     def forward(self, ids_B: Tensor) -> Tensor:
         return self.region(self.region.rows(self.table, ids_B))
 
 
 class _SupervisedHybrid(Supervised):
-    """A `Hybrid` with its loss and `table_ids`, so that its rows can be prefetched."""
-
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids that `forward` looks up, so that their rows can be prefetched."""
-        return {"network.table": batch[self.input_key]}
+        return {"network.table": batch["ids_B"]}
 
 
 def _width(context: ModelContext[Any], name: str) -> int:
     return int(context.info["shapes"][name][0])
 
 
-def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
+def build_toy(context: ModelContext[Any]) -> Supervised:
     """Build Linear(5, 2), all of it data-parallel."""
     layer = nn.Linear(_width(context, "x_BI"), _width(context, "y_BO"))
-    return Supervised(DataParallel(layer, context.devices), _REGRESSION, _squared_error, context.dtype)
+    return Supervised(DataParallel(layer, context.devices), "x_BI", context.dtype)
 
 
-def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
+def build_blocks(context: ModelContext[Any]) -> Supervised:
     """Build Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
     inputs, outputs = _width(context, "x_BI"), _width(context, "y_BO")
-    network = Blocks(inputs, context.options.hidden, outputs, context.devices)
-    return Supervised(network, _REGRESSION, _squared_error, context.dtype)
+    return Supervised(Blocks(inputs, context.options.hidden, outputs, context.devices), "x_BI", context.dtype)
 
 
-def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
+def build_hybrid(context: ModelContext[Any]) -> Supervised:
     """Build Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
     dim = context.options.dim
     table = context.table(context.num_ids("ids_B"), dim, name="table")
     network = Hybrid(table, DataParallel(nn.Linear(dim, _width(context, "y_BO")), context.devices))
-    return _SupervisedHybrid(network, ("ids_B", "y_BO", "prediction"), _squared_error, context.dtype)
+    return _SupervisedHybrid(network, "ids_B", context.dtype)
 
 
-def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
+def build_convnet(context: ModelContext[Any]) -> Supervised:
     """Build Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), with cross-entropy."""
     hidden = context.options.hidden
     convolution, last = nn.Conv2d(3, hidden, 3, padding=1), nn.Linear(hidden * 32 * 32, _CLASSES)
     network = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), last)
-    return Supervised(DataParallel(network, context.devices), _IMAGES, _cross_entropy, context.dtype)
+    return Supervised(DataParallel(network, context.devices), "x_BCHW", context.dtype)
 
 
-def build_digits(context: ModelContext[DigitsModelConfig]) -> Supervised:
+def build_digits(context: ModelContext[Any]) -> Supervised:
     """Build two convolutions, max pooling and two linear layers, with cross-entropy."""
     o, (channels, height, width) = context.options, context.info["shapes"]["x_BCHW"]
     network = nn.Sequential(
@@ -145,4 +114,4 @@ def build_digits(context: ModelContext[DigitsModelConfig]) -> Supervised:
         nn.Linear(64 * (height // 2) * (width // 2), o.hidden), nn.ReLU(), nn.Dropout(o.dropout),
         nn.Linear(o.hidden, _CLASSES),
     )  # fmt: skip
-    return Supervised(DataParallel(network, context.devices), _IMAGES, _cross_entropy, context.dtype)
+    return Supervised(DataParallel(network, context.devices), "x_BCHW", context.dtype)
