@@ -115,14 +115,21 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     return held_B
 
 
+def latest_rows(times_B: Array, fraction: float) -> Array:
+    """Return the mask (B,) of about this share of the rows, the latest ones. Rows of one time stay together,
+    and rows without one (-inf) are left out."""
+    _, places_B = np.unique(-times_B, return_inverse=True)
+    taken = _closest(np.bincount(places_B), fraction * len(times_B))
+    held_B: Array = (places_B < taken) & np.isfinite(times_B)
+    return held_B
+
+
 def _latest(data: TableDataConfig, column: pl.Series, dates: str) -> tuple[Array, str]:
     """Hold out the latest rows; return the mask (B,) and the line for the summary. Rows of one time stay
     together, and rows without a value are for training."""
     field = f"data.split_column={data.split_column}"
     times_B = in_time(column, field, "" if data.dateformat else dates)
-    _, places_B = np.unique(-times_B, return_inverse=True)
-    taken = _closest(np.bincount(places_B), data.valid_fraction * len(times_B))
-    held_B = (places_B < taken) & np.isfinite(times_B)
+    held_B = latest_rows(times_B, data.valid_fraction)
     first = column.filter(pl.Series(held_B)).min()
     text = (
         f"validation split: {data.split_column} from {str(first)!r} on; earlier rows, and rows without a "

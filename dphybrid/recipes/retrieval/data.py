@@ -30,6 +30,7 @@ from dphybrid.data.table.files import (
     read_rows,
 )
 from dphybrid.data.table.kinds import form_as
+from dphybrid.data.table.splits import latest_rows
 from dphybrid.data.table.values import Form, as_names, in_time, with_gaps
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
@@ -313,8 +314,8 @@ class _InteractionSource:
     def _held_out(self, users: pl.Series, times_N: Array) -> Array:
         """Return held_N, which rows are held out: the latest ones, each user's last one, or random ones."""
         num_rows, split = len(users), self.data.chosen_split
-        wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
         if split == "random":
+            wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
             # 11: other draws than those of `sample`, which may have the same seed.
             held_N = np.zeros(num_rows, bool)
             held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
@@ -326,11 +327,8 @@ class _InteractionSource:
             held_N = np.zeros(num_rows, bool)
             held_N[later.filter(pl.col("count") > 1)["row"].to_numpy()] = True
             return held_N
-        held_N = times_N >= np.sort(times_N)[num_rows - wanted]
-        # Rows of one time stay together. If that holds out all rows, keep those of the earliest time.
+        held_N = latest_rows(times_N, self.data.valid_fraction)
         if held_N.all():
-            held_N = times_N > times_N.min()
-        if not held_N.any():
             raise UserError(
                 f"data.time={self.data.time!r}: all rows have the same time, so none are the latest; leave "
                 "it out to hold out random rows"
