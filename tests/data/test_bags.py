@@ -133,15 +133,6 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     assert set(items_N.tolist()) <= {2, 3, 4, 5}
 
 
-def test_a_column_that_looks_like_bags_is_told_and_stays_categorical(tmp_path: Path) -> None:
-    prepared = made(tmp_path, clicks(200, 0), bags=())
-    assert "most cells hold '|'; --data.bags 'tags:|' reads the items between" in prepared.describe()
-    assert [c["role"] for c in prepared.info["columns"]] == ["categorical", "categorical"]
-    assert "bags_BFL" not in prepared.arrays
-    with refused(r"data\.bags='tugs': .* has no such column; did you mean 'tags'"):
-        made(tmp_path, clicks(200, 0), bags=("tugs",))
-
-
 def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     file = write(quiet / "x.csv", clicks(3000, 0))
     data = [f"data.path={file}", "data.bags=tags:|"]
@@ -259,24 +250,20 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
         assert np.array_equal(lists.arrays[name], texts.arrays[name])
 
 
-def test_arrays_of_a_fixed_length_are_bags(tmp_path: Path) -> None:
-    pairs = np.arange(120).reshape(60, 2) % 7
-    frame = pl.DataFrame({"tags": pairs, "y": [0, 1] * 30})
-    assert frame.schema["tags"] == pl.Array(pl.Int64, 2)
-    for name, cells in (("a", frame), ("l", frame.cast({"tags": pl.List(pl.Int64)}))):
-        cells.write_parquet(tmp_path / f"{name}.parquet")
-    arrays, lists = (from_file(tmp_path / f"{name}.parquet") for name in "al")
-    assert np.array_equal(arrays.arrays["bags_BFL"], lists.arrays["bags_BFL"])
-
-
 def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
     file, schema = tmp_path / "x.parquet", tmp_path / "schema.toml"
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
-    pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)
+    lists = pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20})
+    lists.cast({"tags": pl.Array(pl.String, 2)}).write_parquet(file)
+    assert Encoder.load(from_file(file).path / "encoder").bags[0].learned.to_list() == ["a|b", "c"]
+    lists.write_parquet(file)
     for given in ({}, {"schema_file": str(schema)}):  # lists need no separator, and may hold any
         prepared = from_file(file, **given)
         (tags,) = Encoder.load(prepared.path / "encoder").bags
         assert tags.learned.to_list() == ["a|b", "c"]
+
+
+_ROLES = {"numeric": "numeric", "times": "time", "categorical": "categorical"}
 
 
 @pytest.mark.parametrize(
@@ -285,14 +272,7 @@ def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
         ({"label": "tags"}, "data.label='tags': holds lists; name a column of single values"),
         ({"weight": "tags"}, "data.weight='tags': holds lists"),
         ({"split": "key", "split_column": "tags"}, "data.split_column='tags': holds lists"),
-        *(
-            ({field: ("tags",)}, f"column 'tags' holds lists, but {role} columns need single values")
-            for field, role in (
-                ("numeric", "numeric"),
-                ("times", "time"),
-                ("categorical", "categorical"),
-            )
-        ),
+        *(({f: ("tags",)}, f"'tags' holds lists, but {r} columns need single") for f, r in _ROLES.items()),
     ],
 )
 def test_lists_are_read_as_bags_alone(tmp_path: Path, fields: dict[str, object], message: str) -> None:
@@ -301,15 +281,11 @@ def test_lists_are_read_as_bags_alone(tmp_path: Path, fields: dict[str, object],
         from_file(tmp_path / "x.parquet", **{"label": "y", **fields})
 
 
-def test_a_later_file_with_lists_is_refused(tmp_path: Path) -> None:
+def test_lists_in_a_column_of_single_values_are_refused_later(tmp_path: Path) -> None:
     for name, cells in (("a", ["u", "v"] * 20), ("b", [["u"], ["v"]] * 20)):
         pl.DataFrame({"x": cells, "y": [0, 1] * 20}).write_parquet(tmp_path / f"{name}.parquet")
     with refused("column 'x' holds lists in some files and other values in others"):
         from_file(tmp_path, label="y", min_count=1)
-
-
-def test_lists_in_a_column_of_single_values_are_refused_later(tmp_path: Path) -> None:
-    pl.DataFrame({"x": ["u", "v"] * 20, "y": [0, 1] * 20}).write_parquet(tmp_path / "x.parquet")
-    encoder = Encoder.load(from_file(tmp_path / "x.parquet").path / "encoder")
+    encoder = Encoder.load(from_file(tmp_path / "a.parquet").path / "encoder")
     with refused(r"column 'x' holds List\(String\), but training had single values"):
         encoder.encode(pl.DataFrame({"x": [["u"]]}), ())

@@ -85,13 +85,6 @@ def test_labels_that_contradict_are_refused(
         labelled(tmp_path, values, max(60, len(values)), **more)
 
 
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_a_last_line_without_an_end_is_looked_at_with_the_others(tmp_path: Path, end: str) -> None:
-    lines = "".join(f"{i}\t{i * 1.5}\n" for i in range(59))
-    with refused("holds 'soon' among numbers"):
-        table_of(tmp_path, f"n\ty\n{lines}7\tsoon{end}")
-
-
 def test_weights_are_no_feature_and_zero_leaves_a_row_out(tmp_path: Path) -> None:
     weights = [i % 3 / 2 for i in range(60)]
     columns = {"w": ["ab"[i % 2] for i in range(60)], "n": weights, "y": [i * 1.5 for i in range(60)]}

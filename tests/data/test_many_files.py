@@ -202,10 +202,3 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
     assert "2 rows rejected" in prepared.describe()
     with refused(r"2 of 240 rows cannot be read.*the first is line 5"):
         ctr(tmp_path, file)
-
-
-def test_broken_gzip_files_are_told(tmp_path: Path) -> None:
-    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"n,y\n1,1\n2,0\n" * 100, mtime=0)[:-9])
-    with refused("not a complete gzip file"):
-        ctr(tmp_path, tmp_path / "x.csv.gz")
-    assert not list(tmp_path.glob("prepared/*"))

@@ -1,7 +1,6 @@
 """What the reader of files types, rejects, says and refuses; and what must never be lost or merged."""
 
 import gzip
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,12 +109,6 @@ def test_decimal_commas_are_taken_where_the_comma_separates_nothing(tmp_path: Pa
 def test_quotes_may_appear_late(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "a,b\n" + "u,v\n" * 400_000 + '"x, y",v\n')
     assert rows.column("a")[-1] == "x, y"
-
-
-def test_names_that_differ_in_case_or_mean_something_to_polars(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, 'A,a,*,^x$,"say ""b"""\n' + "1,2,3,4,5\n" * 3)
-    assert rows.names == ["A", "a", "*", "^x$", 'say "b"']
-    assert [rows.column(name)[0] for name in rows.names] == [1, 2, 3, 4, 5]
 
 
 def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> None:
@@ -389,11 +382,9 @@ def test_any_text_is_read_or_refused_with_a_sentence(tmp_path: Path, text: str, 
     assert len(of_file) == len(lines) == len(rows)
 
 
-def test_rejected_rows_have_their_lines_and_the_others_keep_theirs(tmp_path: Path) -> None:
+def test_rows_keep_their_lines_beside_rejected_ones(tmp_path: Path) -> None:
     body = [f"{i},a,{i % 2}" for i in range(400)]
     body[7] = "7,a"
-    prepared = from_file_of(tmp_path, "\n".join(["n,w,y", *body]), max_rejected=0.01)
-    (rejected,) = map(json.loads, (prepared.path / "rejected.jsonl").read_text().splitlines())
-    assert (rejected["line"], rejected["text"]) == (9, "7,a")
     rows = rows_of(tmp_path, "\n".join(["n,w,y", *body]), max_rejected=0.01)
+    assert [(row["line"], row["text"]) for row in rows.rejected] == [(9, "7,a")]
     assert rows.lines()[1].to_list() == [*range(2, 9), *range(10, 402)]

@@ -51,6 +51,28 @@ def test_roles(name: str, values: list[str], role: str) -> None:
     assert column_of(name, cells, cells, None, {}, TableDataConfig(), Form())[0].role == role
 
 
+WHOLE = [
+    ("a", 128, "numeric"),
+    ("a", 400, "whole"),
+    ("user", 400, "whole"),
+    *((name, 400, "categorical") for name in ("user_id", "zip code")),
+    *((name, 40, "categorical") for name in ("house_no", "House No.", "Key", "itemNr", "id_client")),
+    *((name, 40, "numeric") for name in ("paid", "piano")),
+    ("a", 10**6, "numeric"),  # hardly any repeats
+]
+
+
+@pytest.mark.parametrize("offset", [0, 10**9, -70])
+@pytest.mark.parametrize(("name", "values", "role"), WHOLE)
+def test_roles_of_whole_numbers(name: str, values: int, role: str, offset: int) -> None:
+    numbers = np.random.default_rng(1).integers(0, values, 3000) * 7 + offset
+    numbers[:128] = np.arange(128) % values * 7 + offset
+    cells, data = pl.Series(numbers), TableDataConfig()
+    assert column_of(name, cells, cells, None, {}, data, Form())[0].role == role
+    for given in ("numeric", "categorical", "whole"):
+        assert column_of(name, cells, cells, given, {}, data, Form())[0].role == given
+
+
 def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     n: list[object] = [str(i * 3 % 50) for i in range(60)]
     n[7] = "x"
@@ -77,14 +99,11 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
 def test_which_label_is_one_does_not_depend_on_the_order_of_rows(
     tmp_path: Path, values: list[str], classes: list[str]
 ) -> None:
-    for number, order in enumerate((values, values[::-1])):
-        (tmp_path / str(number)).mkdir()
-        labels = [order[i % 2] for i in range(20)]
-        prepared = table(tmp_path / str(number), {"n": [i * i for i in range(20)], "y": labels})
+    for labels in (values * 10, values[::-1] * 10):
+        prepared = table(tmp_path, {"n": [i * i for i in range(20)], "y": labels})
         assert prepared.info["label"]["classes"] == classes
-        assert prepared.arrays["labels_B"].tolist() == [
-            float(label.split(".")[0].lower() == classes[1]) for label in labels
-        ]
+        ones = [float(label.split(".")[0].lower() == classes[1]) for label in labels]
+        assert prepared.arrays["labels_B"].tolist() == ones
         assert f"{classes[1]!r} is 1, {classes[0]!r} is 0" in prepared.describe()
 
 
@@ -106,14 +125,14 @@ def test_a_class_that_one_part_lacks_is_told_when_the_data_is_prepared(
 
 
 def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
-    names = ["count", "*", "^x$", "value", "rows", "len", "literal", " n "]
+    names = ["count", "*", "^x$", "value", "rows", "len", "literal", " n ", "A", "a", "b|c"]
     columns: dict[str, list[object]] = {name: [f"{'abc'[i % 3]}" for i in range(40)] for name in names}
     prepared = table(
         tmp_path, columns | {"y": [i % 2 for i in range(40)]}, categorical=("*", "count"), ignore=("^x$",)
     )
     assert [c["name"] for c in prepared.info["columns"]] == [name.strip() for name in names if name != "^x$"]
-    assert prepared.info["num_ids"] == [5] * 7
-    assert parquet(tmp_path, columns).info["num_ids"] == [5] * 8
+    assert prepared.info["num_ids"] == [5] * 10
+    assert parquet(tmp_path, columns).info["num_ids"] == [5] * 11
 
 
 def test_a_wrong_column_of_a_file_without_header_says_how_columns_are_named(tmp_path: Path) -> None:
