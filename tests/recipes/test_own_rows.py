@@ -1,13 +1,17 @@
-"""What is wrong about a recipe of one's own is told: its name, its data, the parts that it lacks."""
+"""A recipe of one's own: mistakes in its name, data and parts are told; numbers of its rows keep their
+differences."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dphybrid.data import Vocabulary
 from dphybrid.recipes import Recipe
 from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.given import GivenSource
 from tests.refusing import refused, refused_with
 
 
@@ -66,3 +70,20 @@ def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path) -> None:
     ):
         with refused(rf"recipe half: define {part}\("):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        (1.7e9 + 60.0 * np.arange(100), np.float64),  # times a minute apart
+        (16_777_216.0 + np.arange(100), np.float64),  # whole numbers beyond those of float32
+        (np.linspace(-3, 3, 100), np.float32),
+        (np.full(100, 1e12), np.float32),
+        (np.array([np.nan, 0.5, np.inf]), np.float32),
+    ],
+)
+def test_float64_stays_where_float32_would_merge_values(
+    numbers: np.ndarray, dtype: type[np.floating]
+) -> None:
+    source = GivenSource("mine", lambda *_: ({"x": numbers}, {"x": numbers}), SimpleNamespace(), 0)
+    assert source.splits[0]["x"].dtype == dtype
