@@ -71,7 +71,8 @@ class Results:
     def __init__(self, out: Path) -> None:
         machine = {"date": str(date.today()), "CPU": f"{os.cpu_count()} cores {platform.machine()}"}
         machine |= {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
-        self.out, self.page = out, {"machine": machine, "groups": {}}
+        self.out = out
+        self.page: dict[str, Any] = {"machine": machine, "groups": {}}
 
     @contextmanager
     def measuring(self, group: str, metric: str, model: str, seed: int) -> Iterator[dict[str, Any]]:

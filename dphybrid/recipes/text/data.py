@@ -289,10 +289,8 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise no_such_file(data.path, "data.path")
-    files, parts = (root,), dict[str, tuple[Path, ...]]()
-    if root.is_dir():
-        files = _text_files(root)
-        parts = _parts_of(files, root)
+    files = _text_files(root) if root.is_dir() else (root,)
+    parts = _parts_of(files, root) if root.is_dir() else {}
     sizes = [given_path(str(file), "data.path").stat().st_size for file in files]
     if not sum(sizes):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
