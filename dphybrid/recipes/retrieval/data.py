@@ -57,6 +57,15 @@ def to_find(pairs_N2: Array, seen: tuple[Array, Array], num_users: int) -> tuple
     return _by_user(pairs_N2[~np.isin(pairs_N2[:, 0] * width + pairs_N2[:, 1], seen_N)], num_users)
 
 
+def not_evaluated(pairs_N2: Array, num_held: int) -> str:
+    """Return how many pairs, of which `num_held` are to be found, are left out and why."""
+    users, items = ((pairs_N2[:, place] < 0).sum() for place in (0, 1))
+    return (
+        f"not evaluated: {counted(users, 'row')} of unseen users, {items:,} of unseen items, "
+        f"{(pairs_N2 >= 0).all(1).sum() - num_held:,} of repeated pairs"
+    )
+
+
 def _in_order(pairs_N2: Array, times_N: Array) -> tuple[Array, Array]:
     """Return each user's items in the order of their times, those of one time in the order of the rows, as
     (starts, items) for `lists_of`. Every user has a pair."""
@@ -180,8 +189,6 @@ class _InteractionSource:
             "time": f"the latest by {d.time}",
             "last": f"each user's last by {d.time}",
         }[d.chosen_split]
-        unknown_N2 = valid_N2 < 0
-        known = len(valid_N2) - unknown_N2.any(1).sum()
         lines = [
             f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, "
             f"{counted(len(users), 'user')} and {counted(len(items), 'item')} in training",
@@ -189,9 +196,7 @@ class _InteractionSource:
             f"  {counted(len(train_N2), 'row')} to train, {len(valid_N2):,} to validate ({split}): "
             f"{counted(len(of_valid['users']), 'user')} with "
             f"{counted(len(of_valid['held_items']), 'item')} to find",
-            f"  not evaluated: {counted(unknown_N2[:, 0].sum(), 'row')} of unseen users, "
-            f"{unknown_N2[:, 1].sum():,} of unseen items, "
-            f"{known - len(of_valid['held_items']):,} of repeated pairs",
+            f"  {not_evaluated(valid_N2, len(of_valid['held_items']))}",
         ]
         test: dict[str, Array] = {}
         if tested is not None:

@@ -30,7 +30,7 @@ from dphybrid.data.table.values import Form, as_names, in_time, typed
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
-from dphybrid.recipes.retrieval.data import HeldDataset, to_find
+from dphybrid.recipes.retrieval.data import HeldDataset, not_evaluated, to_find
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
@@ -179,8 +179,8 @@ class Recommender:
         without these columns, and if there is nothing to find."""
         d = self._data
         if isinstance(rows, str | Path):
-            with rows_of(str(rows), d, [d.user, d.item]) as found:
-                frame = found.frame.collect()
+            with rows_of(str(rows), d, [d.user, d.item]) as read:
+                frame = read.frame.collect()
         else:
             frame = as_frame(rows, "the rows").lazy().collect()
         if d.item not in frame.columns:
@@ -189,29 +189,20 @@ class Recommender:
         users_N, items_N = self._people(events["user"])["number"].to_numpy(), events["item"].to_numpy()
         num_users = len(self._users)
         pairs_N2 = np.stack([np.where(users_N < num_users, users_N, -1), items_N], 1)
-        (seen_starts, seen_items), (history_starts, history_items) = _flat(self._seen), _flat(self._history)
-        held_starts, held_items = to_find(pairs_N2, (seen_starts[:-1], seen_items), num_users)
-        users, items = ((pairs_N2[:, place] < 0).sum() for place in (0, 1))
-        known = (pairs_N2 >= 0).all(1).sum()
-        note = (
-            f"{counted(len(events), 'row')} with {counted(len(held_items), 'item')} to find; not evaluated: "
-            f"{counted(users, 'row')} of unseen users, {items:,} of unseen items, "
-            f"{known - len(held_items):,} of repeated pairs"
-        )
-        if not len(held_items):
+        seen, history = _flat(self._seen), _flat(self._history)
+        held = to_find(pairs_N2, (seen[0][:-1], seen[1]), num_users)
+        found = f"{counted(len(events), 'row')} with {counted(len(held[1]), 'item')} to find"
+        note = f"{found}; {not_evaluated(pairs_N2, len(held[1]))}"
+        if not len(held[1]):
             raise UserError(f"there is nothing to find in {note}")
         arrays = {
-            "valid_users": np.flatnonzero(np.diff(held_starts)),
+            "valid_users": np.flatnonzero(np.diff(held[0])),
             "users_UF": self._users_UF.numpy(),
             "items_VF": self._catalog_VF.numpy(),
             "inputs_PF": self._inputs_PF,
-            "held_starts": held_starts,
-            "held_items": held_items,
-            "seen_starts": seen_starts,
-            "seen_items": seen_items,
-            "history_starts": history_starts,
-            "history_items": history_items,
         }
+        for name, (starts, items) in (("held", held), ("seen", seen), ("history", history)):
+            arrays |= {f"{name}_starts": starts, f"{name}_items": items}
         return HeldDataset(arrays, "valid"), [note]
 
     def predict_file(
