@@ -1,10 +1,12 @@
 """The JSON pages of a run folder: training results, metrics and report."""
 
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Self
 
 from pydantic import Field
 
 from dphybrid.training.results import Chart, Confusion, SavingCosts, SplitRow
+from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
 
@@ -37,6 +39,14 @@ class ResultPage(Page):
     saving: SavingCosts = SavingCosts()
     splits: list[SplitRow]
     split_lines: list[str]
+
+    @classmethod
+    def before(cls, run_folder: Path) -> Self | None:
+        """Return the page of the process that trained the run before; None without one, or a damaged one."""
+        try:
+            return cls.read(run_folder / "result.json")
+        except UserError:
+            return None
 
 
 class MetricsPage(Page):

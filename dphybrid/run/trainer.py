@@ -119,6 +119,9 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
     done = complete_checkpoints(folder)
     best = best_checkpoint(done, progress, session.task)
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
+    # A process killed between its last step and its report is resumed by one that takes no step to time.
+    before = ResultPage.before(folder.parent)
+    step_ms = before.step_ms if before and before.steps == progress.step else {}
     return ResultPage(
         checkpoint=str(done[-1]) if done else "",
         best_checkpoint=str(best or ""),
@@ -128,7 +131,7 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
         system=system,
         history=progress.history,
         best_value=progress.best_value,
-        step_ms=times.summary() or _step_ms_before(folder.parent / "result.json", progress.step),
+        step_ms=times.summary() or step_ms,
         steps_timed=times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
@@ -136,18 +139,6 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
         splits=session.splits.rows(),
         split_lines=session.splits.lines,
     )
-
-
-def _step_ms_before(page: Path, step: int) -> dict[str, float]:
-    """Return the previous process's step times if it took the last step.
-
-    A process killed between its last step and its report is resumed by one that takes no step to time.
-    """
-    try:
-        before = ResultPage.read(page)
-    except UserError:  # no page, or a damaged one
-        return {}
-    return before.step_ms if before.steps == step else {}
 
 
 def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
@@ -268,7 +259,8 @@ def make_session(
     """Return the session: everything that the training loop works with."""
     run, config, data = experiment.run, experiment.config, experiment.data
     recipe, engine = experiment.recipe, experiment.engine
-    each = config.train.print_splits == "each"
+    each, before = config.train.print_splits == "each", ResultPage.before(run.folder)
+    named = (before.checkpoint, before.best_checkpoint) if before else ()
     return Session(
         config=config,
         trained=trained,
@@ -292,14 +284,6 @@ def make_session(
         engine=engine,
         take=recipe.step,
         callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
-        named=_named_steps(run),
+        # Checkpoints that the results of an earlier process name stay.
+        named={step_of(Path(path)) for path in named if path},
     )
-
-
-def _named_steps(run: Run) -> set[int]:
-    """Return the steps of the checkpoints that the run's results name, if it has ended before."""
-    try:
-        result = ResultPage.read(run.folder / "result.json")
-    except UserError:  # no page, or a damaged one
-        return set()
-    return {step_of(Path(path)) for path in (result.checkpoint, result.best_checkpoint) if path}
