@@ -147,22 +147,22 @@ class Checkpoint:
         scale than those above.
         """
         start = f"{name}." if name else ""  # the model itself may be the table
-        found = {
+        keys = {
             int(match[1]): key
             for key in self.file_of
             if (match := re.fullmatch(rf"{re.escape(start)}shard_(\d+)\.weight", key))
         }
         if f"{start}weight" in self.file_of:
-            found = {0: f"{start}weight"}
-        if not found:
+            keys = {0: f"{start}weight"}
+        if not keys:
             raise UserError(f"{self.path}: has no tensor {start + 'weight'!r}{self._hint(start + 'weight')}")
-        if missing := set(range(max(found))) - found.keys():
+        if missing := set(range(max(keys))) - keys.keys():
             raise UserError(
                 f"{self.path}: lacks the piece {start}shard_{min(missing)}.weight; fetch it again"
             )
-        pieces = [self._entry(found[number]) for number in sorted(found)]
+        pieces = [self._entry(keys[number]) for number in sorted(keys)]
         first = pieces[0]
-        for (_, key), piece in zip(sorted(found.items()), pieces, strict=True):
+        for (_, key), piece in zip(sorted(keys.items()), pieces, strict=True):
             if piece.format not in _ROWS or piece.format != first.format:
                 raise UserError(
                     f"{piece.file}: {key} is of {piece.format}; tables are mapped from {', '.join(_ROWS)}, "
@@ -177,9 +177,9 @@ class Checkpoint:
                 f"{self.path}: {name} has shape {whole}{several}, but the model's is {tuple(shape)}; use the "
                 "config of this checkpoint"
             )
-        known = {f"{start}weight_scale", *(start + buffer for buffer in buffers)}
+        allowed = {f"{start}weight_scale", *(start + buffer for buffer in buffers)}
         foreign = [key for key in self.file_of if key.startswith(start) and "scale" in key.rpartition(".")[2]]
-        if unknown := [key for key in foreign if key not in known and (start or "." not in key)]:
+        if unknown := [key for key in foreign if key not in allowed and (start or "." not in key)]:
             raise UserError(
                 f"{self.path}: {name} has a scale {unknown[0]!r}; tables are mapped with {start}weight_scale "
                 "alone"
@@ -207,7 +207,7 @@ class Checkpoint:
     def _hint(self, key: str) -> str:
         # A text model inside a larger one has other prefixes.
         end = "." + ".".join(key.split(".")[-2:])
-        same = [each for each in self.file_of if each.endswith(end) and each != key]
+        same = [other for other in self.file_of if other.endswith(end) and other != key]
         if not same:
             return suggestion(key, list(self.file_of))
         return (
@@ -304,10 +304,10 @@ def read_rows(file: Path | str) -> dict[str, tuple[Tensor, Tensor]]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
     names = {key.removesuffix("ids").removesuffix(".") for key in tensors if key.rpartition(".")[2] == "ids"}
-    found = {name: [tensors.pop(key_in(name, part), None) for part in ("ids", "rows")] for name in names}
-    if tensors or any(rows is None for _, rows in found.values()) or not found:
+    tables = {name: [tensors.pop(key_in(name, part), None) for part in ("ids", "rows")] for name in names}
+    if tensors or any(rows is None for _, rows in tables.values()) or not tables:
         raise UserError(f"{file}: does not hold row numbers and rows by table; give a file of save_rows")
-    return {name: (ids_K, rows_KD) for name, (ids_K, rows_KD) in sorted(found.items())}  # type: ignore[misc]
+    return {name: (ids_K, rows_KD) for name, (ids_K, rows_KD) in sorted(tables.items())}  # type: ignore[misc]
 
 
 def key_in(table: str, part: str) -> str:

@@ -65,7 +65,7 @@ _reserved: "list[tuple[weakref.ref[mmap.mmap], int, int]]" = []
 def _unwritten_bytes() -> int:
     """Return the bytes of tables' rows and states that have not been written yet: the system counts them as
     free."""
-    _reserved[:] = [each for each in _reserved if each[0]() is not None]
+    _reserved[:] = [entry for entry in _reserved if entry[0]() is not None]
     return sum(size - resident_bytes(address, size) for _, address, size in _reserved)
 
 

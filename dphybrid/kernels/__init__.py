@@ -53,14 +53,14 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     text = re.sub(r"/\*.*?\*/", "", (HERE / "rows.c").read_text(encoding="utf-8"), flags=re.DOTALL)
     made: dict[str, type[c.Structure]] = {}
     for name in names:
-        found = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
-        assert found, name
+        struct = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
+        assert struct, name
         fields: list[tuple[str, type]] = []
-        for line in found[1].split(";")[:-1]:
+        for line in struct[1].split(";")[:-1]:
             kind, declared = line.replace("const ", "").replace("struct ", "").strip().split(" ", 1)
-            for each in declared.replace(" ", "").split(","):
-                value = c.c_void_p if each[0] == "*" else made[kind] if kind in made else _TYPES[kind]
-                fields.append((each.lstrip("*"), value))
+            for field in declared.replace(" ", "").split(","):
+                value = c.c_void_p if field[0] == "*" else made[kind] if kind in made else _TYPES[kind]
+                fields.append((field.lstrip("*"), value))
         made[name] = type(name, (c.Structure,), {"_fields_": fields})
     return list(made.values())
 
@@ -81,8 +81,8 @@ RULE_NUMBERS = {
 
 def _level() -> str:
     # torch's capability, not the processor's, so that ATEN_CPU_CAPABILITY lowers torch and the kernels alike.
-    known = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
-    return known.get(torch.backends.cpu.get_cpu_capability(), levels()[0])
+    level_of = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+    return level_of.get(torch.backends.cpu.get_cpu_capability(), levels()[0])
 
 
 @cache

@@ -40,11 +40,10 @@ def library_name(level: str) -> str:
 
 def compiler() -> list[str] | None:
     """Return the command of a C compiler: $CC, the machine's, or ziglang's; None if there is none."""
-    if own := os.environ.get("CC"):
-        return shlex.split(own)
-    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if found:
-        return [found]
+    if command := os.environ.get("CC"):
+        return shlex.split(command)
+    if program := next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None):
+        return [program]
     return [sys.executable, "-P", "-m", "ziglang", "cc"] if find_spec("ziglang") else None
 
 

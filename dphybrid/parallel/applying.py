@@ -88,11 +88,13 @@ def parallel_apply(
 
 def _devices_of(inputs: Sequence[object]) -> Devices:
     """Return the devices of the first tensor of each replica's inputs."""
-    found = [
-        next((leaf.device for leaf in leaves(given) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-        for given in inputs
+    devices = [
+        next(
+            (leaf.device for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
+        )
+        for arguments in inputs
     ]
-    return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
+    return Devices(",".join(map(str, devices)), tuple(devices), len(set(devices)) < len(devices))
 
 
 def _on(device: torch.device, stream: "torch.cuda.Stream | None" = None) -> ExitStack:

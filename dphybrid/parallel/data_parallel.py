@@ -106,7 +106,7 @@ class DataParallel(nn.DataParallel):
         # torch's attribute: indices of GPUs, none on the plain CPU. Virtual devices on the CPU have no index.
         replicas = devices.replicas
         on_cpu: list[Any] = list(replicas) if len(devices) > 1 else []
-        self.device_ids = [each.index for each in replicas] if devices.home.type == "cuda" else on_cpu
+        self.device_ids = [device.index for device in replicas] if devices.home.type == "cuda" else on_cpu
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
@@ -201,10 +201,10 @@ class DataParallel(nn.DataParallel):
         home = self.devices.home
         size = first_size((inputs, kwargs))
         # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
-        given = (*inputs, *kwargs.values())
+        values = (*inputs, *kwargs.values())
         if home.type != "cpu" or any(
-            type(each) is not Tensor and any(isinstance(leaf, Whole | Parts) for leaf in leaves(each))
-            for each in given
+            type(value) is not Tensor and any(isinstance(leaf, Whole | Parts) for leaf in leaves(value))
+            for value in values
         ):
             with nullcontext() if torch.compiler.is_compiling() else stage("host_to_device"):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
@@ -243,8 +243,8 @@ def _positional(module: nn.Module, whole: frozenset[str]) -> list[str]:
     arguments = inspect.signature(module.forward).parameters
     if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
         for name in whole - arguments.keys():
-            known = suggestion(name, list(arguments))
-            raise UserError(f"DataParallel: whole has {name!r}, which the module does not take{known}")
+            hint = suggestion(name, list(arguments))
+            raise UserError(f"DataParallel: whole has {name!r}, which the module does not take{hint}")
     of_any_kind = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, argument in arguments.items() if argument.kind in of_any_kind]
 
@@ -254,11 +254,11 @@ def _note_shares(
 ) -> None:
     """Add a note to a replica's error: how the inputs were split, and which mistakes may be the cause."""
     tensors = [(path, leaf) for path, leaf in named_inputs(inputs, kwargs) if isinstance(leaf, Tensor)]
-    given = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors) or "rows"
+    shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors) or "rows"
     error.add_note(
-        f"DataParallel split {given} on dim {dim} into shares of {sizes} rows. If the module works without a "
-        "split: give a single sample a batch dim (x.unsqueeze(0)), and wrap what all samples share, such as "
-        "a mask or class weights, in Whole(...) or name it in whole=[...]"
+        f"DataParallel split {shapes} on dim {dim} into shares of {sizes} rows. If the module works without "
+        "a split: give a single sample a batch dim (x.unsqueeze(0)), and wrap what all samples share, such "
+        "as a mask or class weights, in Whole(...) or name it in whole=[...]"
     )
 
 

@@ -118,10 +118,10 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
         name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count
     ]
     if missing:
-        found = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
+        present = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
         same = f", or cpu*{len(names)} for the same split" if len(names) > 1 else ""
         verb = "does" if len(missing) == 1 else "do"
-        raise UserError(f"{', '.join(missing)} {verb} not exist ({found}); use cpu{same}")
+        raise UserError(f"{', '.join(missing)} {verb} not exist ({present}); use cpu{same}")
     # Recorded by name, as auto means something else on another machine.
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

@@ -48,21 +48,21 @@ def as_device(device: torch.device | str | int) -> torch.device:
 def _join(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:
     if all(isinstance(output, Tensor) for output in outputs):
         return _join_tensors(outputs, target, dim, sizes)
-    found, spec = pytree.tree_flatten(outputs[0], is_leaf)
+    joined, spec = pytree.tree_flatten(outputs[0], is_leaf)
     try:
         # By key: replicas may have filled their dicts in different orders.
         columns = [spec.flatten_up_to(output) for output in outputs]
     except ValueError as error:
         text = f"replicas returned different containers ({error}); return the same from each"
         raise _CannotJoin(text) from None
-    for index in range(len(found)):
+    for index in range(len(joined)):
         try:
-            found[index] = _join_leaf([column[index] for column in columns], target, dim, sizes)
+            joined[index] = _join_leaf([column[index] for column in columns], target, dim, sizes)
         except _CannotJoin as error:
             keys, _ = pytree.tree_flatten_with_path(outputs[0], is_leaf)[0][index]
             error.path = pytree.keystr(keys) + error.path
             raise
-    return pytree.tree_unflatten(found, spec)
+    return pytree.tree_unflatten(joined, spec)
 
 
 def _join_leaf(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:

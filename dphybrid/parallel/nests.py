@@ -77,7 +77,7 @@ def with_attributes(value: object, changed: Mapping[str, object]) -> object:
 def flatten(value: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
     """Return a nest's leaves, and a function that returns such a nest with other leaves."""
     outer, spec = pytree.tree_flatten(value, is_leaf)
-    opened = {n: flatten(held) for n, leaf in enumerate(outer) if (held := attributes(leaf)) is not None}
+    opened = {n: flatten(inner) for n, leaf in enumerate(outer) if (inner := attributes(leaf)) is not None}
     if not opened:
         return outer, lambda leaves: pytree.tree_unflatten(leaves, spec)
 
@@ -104,10 +104,10 @@ def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) for everything in a nest that is not a container."""
     for keys, leaf in pytree.tree_flatten_with_path(value, is_leaf)[0]:
         where = path + pytree.keystr(keys)
-        if (held := attributes(leaf)) is None:
+        if (of_leaf := attributes(leaf)) is None:
             yield where, leaf
         else:
-            yield from named_leaves(held, where)
+            yield from named_leaves(of_leaf, where)
 
 
 def map_leaves(function: Callable[[Any], object], value: object) -> Any:
@@ -254,9 +254,9 @@ def _held_by(value: Any) -> list[object]:
     if isinstance(value, type | types.ModuleType):
         return []
     slots = (slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()))
-    held = [getattr(value, slot, None) for slot in slots]
+    values = [getattr(value, slot, None) for slot in slots]
     if isinstance(value, Mapping):
-        held += value.values()
+        values += value.values()
     elif isinstance(value, AnySet | list | tuple):
-        held += value
-    return [*held, *getattr(value, "__dict__", {}).values()]
+        values += value
+    return [*values, *getattr(value, "__dict__", {}).values()]

@@ -138,18 +138,18 @@ def _replica(modules: list[nn.Module], tables: dict[int, nn.Module], tensors: di
         copies[id(module)] = copy
     for module in modules:
         # Written to the module's dicts: nn.Module.__setattr__ took half of the time of making a replica.
-        held = vars(copies[id(module)])
-        former = held["_former_parameters"] = {}
+        attributes = vars(copies[id(module)])
+        former = attributes["_former_parameters"] = {}
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 tensor = former[key] = tensors[id(parameter)]
                 if tensor is not parameter:
-                    held[key] = tensor
+                    attributes[key] = tensor
         # Names whose parameter is None stay in the dict: layers without a bias look them up.
-        held["_parameters"] = dict.fromkeys(module._parameters) | former
+        attributes["_parameters"] = dict.fromkeys(module._parameters) | former
         for name, of in (("_modules", copies), ("_buffers", tensors)):
-            mine = held[name]
-            held[name] = {key: None if part is None else of[id(part)] for key, part in mine.items()}
+            mine = attributes[name]
+            attributes[name] = {key: None if part is None else of[id(part)] for key, part in mine.items()}
     return copies[id(modules[0])]
 
 
@@ -186,8 +186,8 @@ def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> No
         if f"{name}.".startswith(tables):  # stays in host memory
             continue
         which = f"module {name!r}" if name else "the module"
-        if found := unsuitable(part):
-            raise UserError(f"DataParallel: {which} {found[0]}; {found[1]}")
+        if reason := unsuitable(part):
+            raise UserError(f"DataParallel: {which} {reason[0]}; {reason[1]}")
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if home is not None and tensor is not None and tensor.device != home:
                 raise UserError(

@@ -35,21 +35,21 @@ def scatter_kwargs(
 ) -> tuple[tuple[Any, ...], tuple[dict[str, object], ...]]:
     """Split positional and keyword arguments; return (tuples, dicts), one of each per used device, like
     torch's function of this name."""
-    given, replicas = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
-    rows = batch_rows(*given, dim)
+    arguments, replicas = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
+    rows = batch_rows(*arguments, dim)
     sizes = [0] * len(replicas) if rows is None else shares(len(replicas), rows)
     # Only used devices: torch calls idle ones too, without their tensors (pytorch#31460).
-    found = split(given, replicas[: len(sizes)], sizes, dim)
-    return tuple(share[0] for share in found), tuple(share[1] for share in found)
+    parts = split(arguments, replicas[: len(sizes)], sizes, dim)
+    return tuple(share[0] for share in parts), tuple(share[1] for share in parts)
 
 
 def split(value: object, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
     """Split a value that `batch_rows` has checked; return one value per device. sizes: rows of each device. A
     tensor that is passed twice stays one tensor in each share."""
-    found, rebuilt = flatten(value)
-    unique = {id(leaf): leaf for leaf in found}
+    of_value, rebuilt = flatten(value)
+    unique = {id(leaf): leaf for leaf in of_value}
     parts_of = {key: _split_leaf(leaf, devices, sizes, dim) for key, leaf in unique.items()}
-    return [rebuilt([parts_of[id(leaf)][j] for leaf in found]) for j in range(len(devices))]
+    return [rebuilt([parts_of[id(leaf)][j] for leaf in of_value]) for j in range(len(devices))]
 
 
 def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
@@ -64,10 +64,10 @@ def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], di
         copies = [partial(Tensor.to, device=device, non_blocking=True, copy=True) for device in devices]
         return [map_tensors(copy, leaf.value) for copy in copies]
     if isinstance(leaf, Parts):
-        found = [part.shape[dim] for part in leaf.tensors]
-        if found != sizes:
+        rows = [part.shape[dim] for part in leaf.tensors]
+        if rows != sizes:
             raise UserError(
-                f"parts of {found} rows in a batch that is split into {sizes}; split them as the region "
+                f"parts of {rows} rows in a batch that is split into {sizes}; split them as the region "
                 "does, with region.sizes(rows)"
             )
         return list(leaf.tensors)
@@ -112,12 +112,12 @@ def is_table(part: object) -> bool:
 
 def shared_tables(module: nn.Module) -> dict[str, nn.Module]:
     """Return the tables inside a module by name, without the parts of which they consist."""
-    found: dict[str, nn.Module] = {}
+    tables: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
         shared = isinstance(cast(object, part), SharedTable)
-        if shared and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = part
-    return found
+        if shared and not any(name.startswith(f"{outer}.") for outer in tables):
+            tables[name] = part
+    return tables
 
 
 class _Region(Protocol):
@@ -139,8 +139,8 @@ def connect(table: RowSource, region: _Region) -> None:
             f"DataParallel.rows: {type_text(table)} is not a table; give a HostEmbedding, or call "
             "the region with embedding(ids)"
         )
-    known = _regions.get(table)
-    before = None if known is None else known()
+    reference = _regions.get(table)
+    before = None if reference is None else reference()
     if before is region:
         return
     if region.dim != 0:

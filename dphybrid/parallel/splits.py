@@ -49,20 +49,20 @@ class Record:
 
 def first_size(value: object) -> Size:
     """Return the size of a value's `batch_tensor`; () if there is none."""
-    found = batch_tensor(value)
-    if not isinstance(found, Tensor):
+    tensor = batch_tensor(value)
+    if not isinstance(tensor, Tensor):
         return ()
-    return (found.size(0),) if found.is_nested else found.shape
+    return (tensor.size(0),) if tensor.is_nested else tensor.shape
 
 
 def sizes_of_shares(value: object, sizes: Sequence[int], dim: int) -> tuple[Size, ...]:
     """Return the size of a value's `batch_tensor` in each share, given the shares' rows."""
-    found = batch_tensor(value)
-    if found is None:
+    batch = batch_tensor(value)
+    if batch is None:
         return ((),) * len(sizes)
-    if isinstance(found, Parts):
-        return tuple(part.shape for part in found.tensors)
-    shape, dim = found.shape, dim % found.dim()
+    if isinstance(batch, Parts):
+        return tuple(part.shape for part in batch.tensors)
+    shape, dim = batch.shape, dim % batch.dim()
     return tuple(torch.Size((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes)
 
 

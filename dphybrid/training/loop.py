@@ -95,10 +95,10 @@ def _check_split(session: Session, observer: Observer) -> None:
         return
     try:
         with numerics(float32):
-            found = check_split(model, next(_batches_of_epoch(session)))
+            comparison = check_split(model, next(_batches_of_epoch(session)))
     except UserError as error:
         raise UserError(f"{error}\ntrain.check_split=false trains it nevertheless") from error
-    observer.line(f"train.check_split: {found}")
+    observer.line(f"train.check_split: {comparison}")
 
 
 @torch.no_grad()

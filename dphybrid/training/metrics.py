@@ -58,8 +58,8 @@ def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dic
     # NaN losses make every metric computed from them NaN, so that it is dropped below.
     no_loss_B = torch.full_like(outputs["loss"], torch.nan)
     metrics = task.compute(outputs | {task.prediction: mean, "loss": no_loss_B})
-    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return {CONSTANT: known} if task.metric in known else {}
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {CONSTANT: finite} if task.metric in finite else {}
 
 
 def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:

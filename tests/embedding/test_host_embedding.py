@@ -33,6 +33,7 @@ def test_nothing_moves_or_casts_the_table() -> None:
     assert model[0].weight is weight
     assert (weight.device.type, weight.dtype) == ("cpu", torch.float64)
     assert model[1].weight.device.type == "meta"
+    assert model[0](torch.tensor([1])).dtype == torch.float16  # looked-up rows have the model's type
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def test_tied_tables_and_shallow_copies_freeze_the_rows_of_their_one_weight() ->
     assert one.weight is two.weight
     one.freeze_rows([2])
     assert two.frozen_rows == [2, 3]
+    tied.weight = nn.Parameter(padded.settled().clone())  # a new weight has the padding of its module
+    assert (padded.frozen_rows, tied.frozen_rows) == ([3], [])
 
 
 def test_a_table_without_a_weight_says_so() -> None:

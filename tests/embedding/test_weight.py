@@ -17,7 +17,6 @@ from dphybrid.embedding import (
     RowSGD,
     clip_grad_norm_,
     dense_parameters,
-    row_optimizer,
 )
 from dphybrid.embedding.gradients import rows_op
 from dphybrid.parallel import DataParallel
@@ -133,23 +132,6 @@ def test_a_clipped_gradient_is_clipped_once() -> None:
     assert float(clip_grad_norm_(table.parameters(), 1.0)) == pytest.approx(2.0)
     table(ids).backward(grads)
     torch.testing.assert_close(table.row_gradients()[1], torch.full((1, 4), 1.5), rtol=0, atol=1e-5)
-
-
-def test_a_weight_of_two_tables_is_updated_once() -> None:
-    one, two = HostEmbedding(8, 4, name="one"), HostEmbedding(8, 4, name="two")
-    two.weight = one.weight
-    model = nn.ModuleList([one, two])
-    rows, before = row_optimizer("sgd", model, lr=1.0), one.settled().clone()
-    (one(torch.tensor([1])).sum() + two(torch.tensor([1, 2])).sum()).backward()
-    rows.step()
-    assert (before - one.settled())[:, 0].tolist() == pytest.approx([0, 2, 1, 0, 0, 0, 0, 0])
-
-
-def test_rows_come_in_the_models_type() -> None:
-    table = HostEmbedding(8, 4, dtype=torch.float64).float()
-    ids = torch.tensor([1])
-    assert table.weight.dtype == torch.float64
-    assert table(ids).dtype == torch.float32
 
 
 def test_state_and_groups_are_read_in_each_step() -> None:

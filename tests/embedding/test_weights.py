@@ -173,18 +173,6 @@ def test_padding_of_a_collection_stays_frozen() -> None:
     assert (copied.flat.frozen_rows, items.flat.frozen_rows) == ([1, 4, 8], [4, 8])
 
 
-def test_frozen_rows_belong_to_the_weight() -> None:
-    one, _ = tables(padding=1)
-    two, _ = tables(padding=2)
-    one.freeze_rows([5])
-    two.weight = one.weight
-    assert one.frozen_rows == two.frozen_rows == [1, 5]
-    two.freeze_rows([4])
-    assert one.frozen_rows == two.frozen_rows == [1, 4]
-    two.weight = nn.Parameter(one.settled().clone())  # a new weight has the padding of its module
-    assert (one.frozen_rows, two.frozen_rows) == ([1, 4], [2])
-
-
 def test_a_weight_that_is_given_to_one_call_keeps_the_padding() -> None:
     table, _ = tables(padding=0)
     weight = table.settled().clone().requires_grad_()
