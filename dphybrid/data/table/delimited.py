@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain, count
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -148,7 +149,7 @@ def read_csv(
                     parts.append(_copied(connection, file, target, own, misfits))
                 # The first rows gave the types. They hold if nearly all other cells fit, too.
                 num_rows = sum(part.size + len(part.bad) for part in parts)
-                wrong = {name for name, count in misfits.items() if count > data.max_rejected * num_rows}
+                wrong = {name for name, cells in misfits.items() if cells > data.max_rejected * num_rows}
                 wrong |= {name for part in parts for name in _doubtful(part.frame, types)}
                 if not wrong:
                     for part, dialect in zip(parts, dialects, strict=True):
@@ -288,9 +289,9 @@ def _words(
     among = "" if len(rows) < _SNIFFED - 1 else f" in the first {_SNIFFED:,} rows"
     counts = {names[place]: rows.to_series(place).str.strip_chars().is_in(words).sum() for place in texts}
     return [
-        f"{name}: {count:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
-        for name, count in counts.items()
-        if count
+        f"{name}: {cells:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
+        for name, cells in counts.items()
+        if cells
     ]
 
 
@@ -314,11 +315,8 @@ def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> tuple[str, .
     for name in row:
         if name in found and name in named:
             raise UserError(f"data.path={file}: has two columns named {name!r}; rename one")
-        number = 1
-        unique = name
-        while unique in found:
-            unique, number = f"{name}_{number}", number + 1
-        found.append(unique)
+        choices = chain([name], (f"{name}_{number}" for number in count(1)))
+        found.append(next(choice for choice in choices if choice not in found))
     return tuple(found)
 
 
@@ -386,10 +384,10 @@ def _copied(connection: Any, file: Path, target: Path, dialect: Dialect, misfits
         why = message.split("\n")[0].replace(f'"{column}"', repr(names.get(column, "")))
         if not (text or "x").strip():
             continue  # a line of blanks
-        if count := re.fullmatch(r"Expected Number of Columns: (\d+) Found: (\d+)", why):
+        if numbers := re.fullmatch(r"Expected Number of Columns: (\d+) Found: (\d+)", why):
             # DuckDB counts on through the values that are too many.
-            found = max(int(count[2]), (text or "").count(dialect.options["delim"]) + 1)
-            why = f"{found} values, expected {count[1]}"
+            found = max(int(numbers[2]), (text or "").count(dialect.options["delim"]) + 1)
+            why = f"{found} values, expected {numbers[1]}"
         if "unicode" in why.lower():
             why = f"not {dialect.options['encoding'].upper()} text; set data.encoding, or save it as UTF-8"
         bad.setdefault(line, (line, why, (text or "")[:_SHOWN]))

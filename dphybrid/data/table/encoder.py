@@ -36,24 +36,24 @@ class Unknown:
     """How many cells with a value were encoded, and how many of these are unknown to training or no values of
     their column's type, by column."""
 
-    cells: dict[str, int] = field(default_factory=dict)
-    unknown: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, name: str, cells: int, unknown: int) -> None:
         """Count further cells of a column."""
-        self.cells[name] = self.cells.get(name, 0) + cells
-        self.unknown[name] = self.unknown.get(name, 0) + unknown
+        before = self.counts.get(name, (0, 0))
+        self.counts[name] = before[0] + cells, before[1] + unknown
 
     def share(self, name: str) -> float:
         """Return the share of unknown values in a column."""
-        return self.unknown.get(name, 0) / max(1, self.cells.get(name, 0))
+        cells, unknown = self.counts[name]
+        return unknown / max(1, cells)
 
     def lines(self, columns: Sequence[Column]) -> list[str]:
         """Return warnings about numbers and times that cannot be read, and columns with many more
         unknown values than the validation rows had."""
         found = []
         for column in columns:
-            unknown, cells = self.unknown.get(column.name, 0), self.cells.get(column.name, 0)
+            cells, unknown = self.counts.get(column.name, (0, 0))
             if not unknown:
                 continue
             if not isinstance(column, Category):

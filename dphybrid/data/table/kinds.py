@@ -200,7 +200,8 @@ class Category(Column):
         values = super().read(cells).cast(pl.String)
         if self.form.type == "text" or values.null_count() == 0:
             return values
-        return values.set(values.is_null() & self._filled(cells), _NO_MEMBER)
+        odd = values.is_null() & self._filled(cells)
+        return values.set(odd, _NO_MEMBER) if odd.any() else values
 
     def texts(self, values: pl.Series) -> pl.Series:
         """Return values as texts."""
@@ -264,6 +265,23 @@ class Whole(Category, Numeric):
         whole = values.cast(pl.Int64, strict=False)
         odd = values.is_not_null() & (whole.is_null() | (values != values.floor()))
         return whole.cast(pl.String).set(odd, _NO_MEMBER)
+
+    @cached_property
+    def _places(self) -> tuple[Array, Array]:
+        """The known values by size, and their ids."""
+        known_V = self.learned.cast(pl.Float64).to_numpy()
+        order_V = known_V.argsort()
+        return known_V[order_V], order_V + FIRST_ID
+
+    def ids(self, values: pl.Series) -> Array:
+        if self.hash_buckets or not len(self.learned):
+            return super().ids(values)
+        # Not by their texts, which takes longer.
+        (numbers_B,), (known_V, ids_V) = self.numbers(values), self._places
+        place_B = np.searchsorted(known_V, numbers_B).clip(max=len(known_V) - 1)
+        ids_B = np.where(known_V[place_B] == numbers_B, ids_V[place_B], UNKNOWN_ID).astype(np.int32)
+        ids_B[np.isnan(numbers_B)] = MISSING_ID
+        return ids_B
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         known = Category.fitted(self, train, data).learned

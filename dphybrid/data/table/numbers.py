@@ -70,13 +70,3 @@ def _has_heavy_tail(known: Array) -> bool:
         far = top - middle > 10 * max(high - low, 1e-12)
     skewed = low >= 0 and high > 30 * max(middle, 1e-12)
     return bool(far or skewed or max(abs(known[0]), abs(known[-1])) > 1e100)
-
-
-def quantile_edges(numbers: Array, most: int) -> Array:
-    """Return the ends of at most `most` bins (at least one) that hold about as many numbers each, ascending.
-    Each end is one of the numbers. None counts for more of them than a bin has: a frequent value begins one
-    bin and leaves the rest to others."""
-    values, counts = np.unique(numbers, return_counts=True)
-    rank = np.cumsum(np.minimum(counts, len(numbers) / most))
-    places = np.searchsorted(rank, np.linspace(0, rank[-1], most + 1)[1:-1])
-    return np.unique(np.concatenate([values[:1], values[places], values[-1:]]))

@@ -133,10 +133,8 @@ def _whole(cells: pl.Series, form: Form) -> pl.Series:
     if exact is not None and exact.null_count() == cells.null_count():
         return exact
     numbers = _numbers(cells, form)
-    numbers = numbers.set((numbers != numbers.floor()).fill_null(False), None)
-    return (exact if exact is not None else numbers.clear(len(numbers)).cast(pl.Int64)).fill_null(
-        numbers.cast(pl.Int64, strict=False)
-    )
+    numbers = numbers.set((numbers != numbers.floor()).fill_null(False), None).cast(pl.Int64, strict=False)
+    return numbers if exact is None else exact.fill_null(numbers)
 
 
 def _times(cells: pl.Series, form: Form) -> pl.Series:

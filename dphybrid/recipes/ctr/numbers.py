@@ -15,7 +15,6 @@ from torch.nn.functional import embedding
 
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.table.numbers import quantile_edges
 
 BIN_ROWS = 8
 """Fewest training rows for each bin."""
@@ -209,6 +208,16 @@ def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
         # All columns get the same number of edges; repeating the last one makes empty bins.
         edges_NE[column] = np.pad(edges, (0, num_bins + 1 - len(edges)), mode="edge")
     return edges_NE
+
+
+def quantile_edges(numbers: Array, most: int) -> Array:
+    """Return the ends of at most `most` bins (at least one) that hold about as many numbers each, ascending.
+    Each end is one of the numbers. None counts for more of them than a bin has: a frequent value begins one
+    bin and leaves the rest to others."""
+    values, counts = np.unique(numbers, return_counts=True)
+    rank = np.cumsum(np.minimum(counts, len(numbers) / most))
+    places = np.searchsorted(rank, np.linspace(0, rank[-1], most + 1)[1:-1])
+    return np.unique(np.concatenate([values[:1], values[places], values[-1:]]))
 
 
 def sample_dense(rows: Dataset) -> Array:
