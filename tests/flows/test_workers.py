@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dphybrid.orchestration.queueing import SILENT
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
@@ -180,6 +181,31 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     assert not team.holders()
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(patience(30)) == 0
+
+
+@pytest.mark.slow
+def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: Team) -> None:
+    lost, ended, starting = team.run_many([("train-hybrid", {"overrides": SHORT})] * 3)
+
+    def set_state(run: object, kind: str, force: bool, message: str = "") -> None:
+        state = {"type": kind, "name": kind.capitalize(), "message": message}
+        team.post(f"/flow_runs/{run}/set_state", {"state": state, "force": force})
+
+    for run, kind in ((lost, "RUNNING"), (ended, "COMPLETED"), (starting, "PENDING")):
+        set_state(run, kind, force=True)
+    for run in (lost, ended):  # what the automation does, also to runs that have ended
+        set_state(run, "CRASHED", force=False, message=SILENT)
+    assert (team.state(lost), team.state(ended)) == ("Crashed", "Completed")
+    done = team.command(
+        sys.executable,
+        "-c",
+        "from dphybrid.orchestration import queueing; queueing._OBJECTION_S = 0; "
+        "print(queueing.LostRuns('gpu').queue())",
+    )
+    assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
+    assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]
+    for run in (lost, starting):
+        set_state(run, "CANCELLED", force=True)
 
 
 def _is_run(pid: int, team: Team, folder: Path) -> bool:
