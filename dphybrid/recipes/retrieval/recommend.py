@@ -78,7 +78,8 @@ class Recommender:
             for name in ("users", "items")
         )
         forms = read_state(self.checkpoint).info["forms"]
-        self._forms = {name: Form(**form) for name, form in forms.items()}
+        read = [self._data.user, self._data.item, *([self._data.time] if self._data.time else [])]
+        self._forms = {name: Form(**forms[name]) for name in read}
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
         self._users = users["name"]
@@ -157,7 +158,7 @@ class Recommender:
         numbers, order = np.full(len(rows), -1), np.arange(len(rows))
         if d.item in rows.columns:
             numbers = self._item_ids(self._names(rows[d.item], d.item))
-        if d.time in rows.columns and d.time in self._forms:
+        if d.time in rows.columns:
             times = typed(rows[d.time], self._forms[d.time], d.no_value)
             if times.count():
                 order = np.argsort(in_time(times, f"data.time={d.time!r}"), kind="stable")
