@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, open_prepared, verify_prepared
+from dphybrid.data.foreign import check_memory
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.recipes.configs import stored_config
 from dphybrid.run.experiment import Experiment
@@ -197,6 +198,7 @@ def _outputs(experiment: Experiment, checkpoint: Path, data: Prepared) -> dict[s
     """Return a checkpoint's outputs for the validation rows of `data`, of which it may know only a part of
     the values. The model is freed on return, so that two never share the memory."""
     state = verify_checkpoint(checkpoint)  # a damaged challenger must not take the champion's place
+    check_memory(checkpoint)
     run, settings = experiment.run, experiment.settings
     config = stored_config(state.config, checkpoint / "state.json", settings, experiment.config)
     own = Experiment.open(config, settings, data.path)

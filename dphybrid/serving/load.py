@@ -4,8 +4,9 @@ from pathlib import Path
 
 from torch import nn
 
+from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.data.foreign import misread
+from dphybrid.data.foreign import check_memory, misread
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config
@@ -35,6 +36,8 @@ def model_from_checkpoint(
     state = verify_checkpoint(Path(folder))
     settings, page = settings or load_settings(), Path(folder) / "state.json"
     config = stored_config(state.config, page, settings)
+    if not wrote(page, settings):
+        check_memory(Path(folder))
     # Without drawing the tables' initial values, which are overwritten at once.
     resolved = resolve_devices(devices)
     # A page's `info` has what the recipe put there; a page that somebody else wrote may have anything.
