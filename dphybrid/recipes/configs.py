@@ -55,6 +55,7 @@ def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     if not meant:
         near = difflib.get_close_matches(leaf, leaves.values(), n=1)
         meant = [full for full in known if leaves[full] in near]
+        meant = [full for full in meant if full.lstrip("-").startswith(f"{section}.")] or meant
     if not meant and not section:  # such as --label, where nothing else says that the data is a table
         same = [full for full in field_types(OF_TABLES) if full.rpartition(".")[2] == leaf]
         dashes = name[: len(name) - len(bare)]

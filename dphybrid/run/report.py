@@ -206,13 +206,14 @@ def _description(experiment: Experiment, report: Report) -> str:
     parts = [f"{as_markdown(name)}: <{to}>" for name, to in links if to.startswith(("http://", "https://"))]
     parts.append("\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in lines.items()))
     for title, text in blocks:
-        kept = [part for line in text.splitlines() for part in _folded(line, title)]
+        # Three backticks in a column's name would end the code block.
+        escaped = printable(text).replace("```", "` ` `")
+        kept = [part for line in escaped.splitlines() for part in _folded(line, title)]
         if title == "How batches were split":
             kept[:0] = [*_folded(facts.get("Time", ""), title)]
         if (more := len(kept) - _MOST_LINES) > 0:
             kept[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
-        # Three backticks in a column's name would end the code block.
-        shown = printable("\n".join(kept)).replace("```", "` ` `")
+        shown = "\n".join(kept)
         parts += [f"### {as_markdown(title)}\n\n```\n{shown}\n```"] if shown else []
     return "\n\n".join(parts)
 

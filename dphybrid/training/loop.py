@@ -216,7 +216,7 @@ def keep_checkpoints(session: Session, progress: Progress) -> list[Path]:
     that the run's results name stay until `log_kept` has other results."""
     config = session.config.checkpoint
     best = best_steps(progress, session.task, config.keep_best)
-    return prune_checkpoints(session.checkpoints, config, [*best, *session.named])
+    return prune_checkpoints(session.checkpoints, config, best, session.named)
 
 
 def log_kept(session: Session) -> None:

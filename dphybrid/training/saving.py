@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -406,9 +406,11 @@ def best_checkpoint(existing: Sequence[Path], progress: Progress, task: Task) ->
     return next(best, existing[-1] if existing else None)
 
 
-def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int]) -> list[Path]:
-    """Remove all checkpoints except the `keep_last` newest, those of the steps `best`, and those of every
-    `keep_every`-th step; return the kept ones, oldest first.
+def prune_checkpoints(
+    folder: Path, config: CheckpointConfig, best: Sequence[int], named: Collection[int] = ()
+) -> list[Path]:
+    """Remove all checkpoints except the `keep_last` newest, those of the steps `best` and `named`, and those
+    of every `keep_every`-th step; return the kept ones, oldest first.
 
     If several are kept and all of them link the same table file, the newest checkpoint with another file is
     kept, too: damage to one file must not destroy every checkpoint.
@@ -424,6 +426,8 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
     }
     if len(wanted) > 1 and len({files[path] for path in wanted}) == 1:
         wanted |= set([path for path in existing if files[path] != files[existing[-1]]][-1:])
+    # Only now: what is named for a while must not decide what else stays.
+    wanted |= {path for path in existing if step_of(path) in named}
     for damaged in folder.glob("step-*.damaged"):
         # with_suffix("") takes `.damaged` off the name.
         if existing and step_of(damaged.with_suffix("")) <= step_of(existing[-1]):
