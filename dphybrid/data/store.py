@@ -36,6 +36,8 @@ ENCODER_VERSION = 13
 """Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
 another; checkpoints with an older one are then refused."""
 
+PARTS = {"train": "to train", "valid": "to validate", "test": "to test"}
+"""The parts of prepared data, each with what its rows are for."""
 DESCRIPTION = "description.txt"
 """File with the description of a prepared folder, for people."""
 _CHUNK_BYTES = 2**24
@@ -139,7 +141,7 @@ class Prepared:
         # A batch's own arrays may have names such as test_score, too.
         names = {*self.manifest.arrays} - {*self.manifest.batch_arrays}
         parts = {name.partition("_")[0] for name in names}
-        return [part for part in ("train", "valid", "test") if part in parts]
+        return [part for part in PARTS if part in parts]
 
     def dataset(self, part: str) -> Dataset:
         """Return the data set of a part, as the recipe reads it."""

@@ -27,6 +27,7 @@ from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, changed_values, retrainings
 from dphybrid.tracking.models import Registry, Version
+from dphybrid.tracking.record import last_status
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import make_folder
@@ -170,11 +171,11 @@ def _from_champion(
 
 
 def stopped_retraining(config: ExperimentConfig, settings: Settings) -> Run | None:
-    """Return a retraining with these values that stopped before its end, as one that gave way does, or
-    None."""
+    """Return a retraining with these values that gave way, was interrupted or killed before its end, or None.
+    One that failed is not continued: it would fail again, and new data would never be trained."""
     for run in reversed(retrainings(settings, retrained_model(config))):
         with suppress(UserError):  # its prepared data was removed, say
-            if run.status == "stopped":
+            if run.status == "stopped" and last_status(run.folder) != "FAILED":
                 now = Experiment.open(config, settings, run.page.prepared).config
                 if not changed_values(run.config.model_dump(mode="json"), now):
                     return run

@@ -11,6 +11,7 @@ from math import isfinite, nan
 from pathlib import Path
 
 from dphybrid.data import rows_of_batch
+from dphybrid.data.store import PARTS
 from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
@@ -31,7 +32,6 @@ _MOST_LINES = 24
 """The most lines of a block in MLflow's description, which may have 8,000 characters."""
 _WIDTH = 80
 """Columns of a terminal, and of a block in MLflow's description."""
-_PARTS = {"train": "to train", "valid": "to validate", "test": "to test"}
 
 
 def report_run(experiment: Experiment) -> Report:
@@ -192,7 +192,7 @@ def _description(experiment: Experiment, report: Report) -> str:
     data, facts, texts = experiment.data, _facts(report), _texts(experiment, report)
     (what, _), *blocks = texts.items()
     rows = ", ".join(
-        f"{len(data.dataset(part)):,} {verb}" for part, verb in _PARTS.items() if part in data.parts
+        f"{len(data.dataset(part)):,} {verb}" for part, verb in PARTS.items() if part in data.parts
     )
     not_registered = [f"NOT registered as {report.not_registered}"] * bool(report.not_registered)
     lines = {

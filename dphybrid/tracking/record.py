@@ -152,6 +152,15 @@ def last_op(folder: Path) -> str:
     return str((_parsed(text) or {}).get("op", ""))
 
 
+def last_status(folder: Path) -> str:
+    """Return the status that a record says last, such as FAILED; "" if it says none."""
+    status = ""
+    for line, _ in read(folder):
+        if line is not None and line["op"] == "status":
+            status = str(line["status"])
+    return status
+
+
 def waits(folder: Path) -> bool:
     """Return whether MLflow still lacks lines that it should get."""
     with suppress(OSError):  # removed meanwhile

@@ -12,10 +12,11 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import champion as deciding
 from dphybrid.lifecycle import retrain
 from dphybrid.lifecycle.champion import Decision, judge, open_registry
-from dphybrid.lifecycle.retrain import plan_retraining
+from dphybrid.lifecycle.retrain import plan_retraining, stopped_retraining
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking.models import Version
+from dphybrid.tracking.record import RecordFile
 from tests.commands import run_with
 from tests.refusing import refused
 
@@ -113,3 +114,20 @@ def champion_of(monkeypatch: pytest.MonkeyPatch, *values: str) -> Path:
     monkeypatch.setattr(retrain, "open_registry", lambda _: registry)
     monkeypatch.setattr(deciding, "checkpoint_folder", lambda *_: checkpoint)
     return checkpoint
+
+
+@pytest.mark.parametrize(("status", "goes_on"), [("RUNNING", True), ("KILLED", True), ("FAILED", False)])
+def test_a_retraining_that_failed_is_not_continued_by_the_next_one(
+    status: str, goes_on: bool, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = data_dir / "runs" / "night"
+    folder.mkdir(parents=True)
+    record = RecordFile(folder)
+    for each in ("RUNNING", status):
+        record.append({"op": "status", "status": each})
+    record.close()
+    config = build_config({"recipe": "ctr", "data": {"label": "y"}, "checkpoint": {"register_as": "m"}})
+    run = SimpleNamespace(status="stopped", folder=folder, config=config, page=SimpleNamespace(prepared=""))
+    monkeypatch.setattr(retrain, "retrainings", lambda *_: [run])
+    monkeypatch.setattr(retrain.Experiment, "open", lambda *_: SimpleNamespace(config=config))
+    assert (stopped_retraining(config, load_settings()) is run) == goes_on

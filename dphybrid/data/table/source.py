@@ -16,7 +16,7 @@ import polars as pl
 
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Source, check_unchanged, file_stamps, reading_files
+from dphybrid.data.store import PARTS, Content, Progress, Source, check_unchanged, file_stamps, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, Unknown, open_base
 from dphybrid.data.table.files import Rows, check_enough, find_files, names_of, partitions, read_rows
 from dphybrid.data.table.kinds import Bag, Category, Column, Ignore, column_of
@@ -433,7 +433,7 @@ def _description(
         column = one.column
         table.append([column.name, column.role, f"{column.num_ids:,}", f"{', '.join(one.samples)}{why}"])
     counts = list[str]()
-    for part, verb in (("train", "to train"), ("valid", "to validate"), ("test", "to test")):
+    for part, verb in PARTS.items():
         if f"{part}_rows" in sizes:
             rate = sizes.get(f"{part}_label_rate")
             rate = "" if rate is None else f" ({rate:.1%}{' positive' * (not counts)})"
