@@ -27,7 +27,7 @@ from tests.refusing import refused, refused_with
 
 
 def flags(*argv: str, recipe: str = "text") -> Values:
-    values: Values = ConfigCommand.parse(["--recipe", recipe, *argv]).values
+    values: Values = ConfigCommand.parse("config", "", ["--recipe", recipe, *argv]).values
     return values
 
 

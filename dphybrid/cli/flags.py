@@ -2,7 +2,7 @@
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -10,7 +10,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 from pydantic.fields import FieldInfo
 
-from dphybrid.cli.parser import Command, as_flag, kinds_of
+from dphybrid.cli.parser import Command, Given, as_flag, asks_help, kinds_of
 from dphybrid.config import ExperimentConfig, leaves, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
@@ -19,12 +19,6 @@ from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path, no_such_file
 from dphybrid.util.text import as_flags
-
-_FIRST = (
-    *("recipe", "data.path", "data.label", "devices", "train.epochs", "train.batch_size", "train.lr"),
-    *("run_name", "resume", "config"),
-)
-"""The fields that people set, which the help lists first."""
 
 
 def recipes_text() -> str:
@@ -40,19 +34,18 @@ def recipes_text() -> str:
     return "\n".join([title, *rows])
 
 
-def recipe_of(words: Sequence[str]) -> str:
+def recipe_of(given: Given) -> str:
     """Return the recipe that a command line selects. Ignores mistakes: `load_config` reports them."""
-    pairs = [f"{word}={after}".split("=")[:2] for word, after in zip(words, [*words[1:], ""], strict=True)]
-    given = {flag: text for flag, text in pairs if flag.startswith("--")}
-    asks_help = "-h" in words or "--help" in words
+    texts = {name: text for name, (*_, text) in given.items() if text is not None}
     try:
-        values = read_config_file(given["--config"]) if "--config" in given else {}
-        chosen = {n: given[f"--{n}"] for n in ("recipe", "data.path", "data.label") if f"--{n}" in given}
-        values = merge(values, nest(chosen))
-        if values.get("recipe") is None and given.get("--resume"):
+        values = read_config_file(texts["config"]) if "config" in texts else {}
+        values = merge(
+            values, nest({n: texts[n] for n in ("recipe", "data.path", "data.label") if n in texts})
+        )
+        if values.get("recipe") is None and texts.get("resume"):
             with suppress(UserError):  # told when the run is continued
-                values["recipe"] = named_run(load_settings(), given["--resume"], "").config.recipe
-        if values.get("recipe") is None and asks_help:  # most readers of the help have a table
+                values["recipe"] = named_run(load_settings(), texts["resume"], "").config.recipe
+        if values.get("recipe") is None and asks_help(given):  # most readers of the help have a table
             return OF_TABLES
         return find_recipe(choose_recipe(values)).key
     # TypeError: a file may set `recipe` to a list, which `find_recipe`'s cache cannot hash.
@@ -66,50 +59,35 @@ class ConfigCommand(Command):
     # Whatever is no field here is a value of the experiment, in the text form of a flow's overrides.
     model_config = ConfigDict(extra="allow", defer_build=True)
     shown_as: ClassVar = {"recipe": "NAME"}
+    first: ClassVar = (
+        *("recipe", "data.path", "data.label", "devices", "train.epochs", "train.batch_size", "train.lr"),
+        *("run_name", "resume", "config"),
+    )
     config: Path | None = None
     """TOML (or JSON) file with the values to set; flags override it."""
 
     @classmethod
-    def check_other(cls, flag: str, words: Sequence[str]) -> None:
-        values = field_types(recipe := recipe_of(words))
-        if flag[2:].replace("-", "_") not in values:
-            known = [*map(as_flag, dict(leaves(cls))), *map(as_flag, values)]
-            raise UserError(f"{flag}: {explain_unknown(flag, recipe, known)}")
-
-    @classmethod
-    def one_text(cls, name: str, texts: Sequence[str], words: Sequence[str]) -> str:
-        # A list may be given in several flags.
-        if len(texts) > 1 and _is_list(name, words):
-            return ",".join(texts)
-        return texts[-1]
-
-    @classmethod
-    def unexpected(cls, loose: Sequence[str], words: Sequence[str]) -> str:
-        word = loose[0]
-        before = words[: words.index(word)]
-        named = [number for number, text in enumerate(before) if text.startswith("--")]
-        flag, *items = before[named[-1] :] if named else [""]
-        name = flag[2:].replace("-", "_")
-        if items and _is_list(name, words):
-            several, one = as_flags({name: [*items, *loose]}), as_flags({name: " ".join([*items, *loose])})
-            return f"unexpected {word!r}; write {several}, or {one} if it is one name"
-        meant = "config" if word.endswith(".toml") else "data.path"
-        meant = "recipe" if word in recipe_names() else meant
-        return f"unexpected {' '.join(loose)!r}; write {as_flags({meant: word})}"
-
-    @classmethod
-    def help_page(cls, program: str, doc: str, words: Sequence[str]) -> str:
-        recipe = recipe_of(words)
-        own, values = dict(leaves(cls)), field_types(recipe)
+    def fields(cls, given: Given) -> Mapping[str, FieldInfo]:
         of_recipe = "One of these recipes, or your own as package.module:NAME (default: by the data)."
-        every = own | values | {"recipe": FieldInfo(annotation=str, default=None, description=of_recipe)}
-        groups = {"most used": {name: every[name] for name in _FIRST if name in every}}
-        groups["options"] = {name: field for name, field in own.items() if name not in _FIRST}
-        for name, field in values.items():
-            if name not in _FIRST:
-                groups.setdefault(name.rpartition(".")[0] or "options", {})[name] = field
-        intro = f"{recipes_text()}\n\nThe flags below are {recipe}'s."
-        return cls.page_of_flags(program, doc, groups, intro)
+        recipe = FieldInfo(annotation=str, default=None, description=of_recipe)
+        return dict(leaves(cls)) | field_types(recipe_of(given)) | {"recipe": recipe}
+
+    @classmethod
+    def unknown(cls, name: str, given: Given) -> str:
+        return explain_unknown(as_flag(name), recipe_of(given), [*map(as_flag, cls.fields(given))])
+
+    @classmethod
+    def unexpected(cls, word: str, after: str, given: Given) -> str:
+        if after and tuple in kinds_of(cls.fields(given)[after]):
+            items = [given[after][-1], word]
+            several, one = as_flags({after: items}), as_flags({after: " ".join(map(str, items))})
+            return f"unexpected {word!r}; write {several}, or {one} if it is one name"
+        meant = "recipe" if word in recipe_names() else "config" if word.endswith(".toml") else "data.path"
+        return f"unexpected {word!r}; write {as_flags({meant: word})}"
+
+    @classmethod
+    def intro(cls, given: Given) -> str:
+        return f"{recipes_text()}\n\nThe flags below are {recipe_of(given)}'s."
 
     @property
     def values(self) -> Values:
@@ -136,11 +114,6 @@ def check_data(config: ExperimentConfig) -> None:
         recipe = find_recipe(config.recipe)
         if recipe.tabular:
             recipe.source(config.data, config.train.seed)
-
-
-def _is_list(name: str, words: Sequence[str]) -> bool:
-    field = field_types(recipe_of(words)).get(name)
-    return field is not None and tuple in kinds_of(field)
 
 
 class ExperimentCommand(ConfigCommand):

@@ -8,7 +8,7 @@ from pkgutil import get_data
 from typing import Any
 
 from dphybrid.cli.flags import recipes_text
-from dphybrid.cli.parser import Command, parsed, run_cli
+from dphybrid.cli.parser import Command, run_cli
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import kept_from_gc
 
@@ -36,7 +36,7 @@ def command_of(words: Sequence[str]) -> Command:
         what = "flag" if name.startswith("-") else "command"
         raise UserError(f"{name!r}: there is no such {what}{suggestion(name, names)}\nSee `dphybrid --help`.")
     flags = import_module(f"{__package__}.{name}").Flags
-    command: Command = parsed(flags, f"dphybrid {name}", _doc_of(name), rest)
+    command: Command = flags.parse(f"dphybrid {name}", _doc_of(name), rest)
     return command
 
 

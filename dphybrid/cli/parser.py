@@ -29,7 +29,9 @@ from dphybrid.util.text import flag_text, masked, printable
 T = TypeVar("T")
 Positional = Annotated[T, "positional"]
 """Type of a field that is given by its position. A list takes all remaining words."""
-Fields = Mapping[str, FieldInfo]
+Given = Mapping[str, list[str | None]]
+"""Field -> the texts that its flags were given; None where a value is missing."""
+_HELP = ("help", "-h")
 _PLACEHOLDERS = {int: "N", float: "X", bool: "true|false", Path: "FILE", tuple: "A,B", dict: "JSON"}
 
 
@@ -47,95 +49,134 @@ class Command(BaseModel):
     """Field -> placeholder of its value in the help."""
     alone: ClassVar[Mapping[str, str]] = {}
     """Field whose flag may stand without a value -> the value that it then has."""
+    first: ClassVar[Sequence[str]] = ()
+    """The fields that people set most, which the help lists first."""
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Self:
-        """Return the command that the words after its name give. Raises UserError."""
-        fields, waiting = dict(leaves(cls)), [*words]
-        texts, loose = dict[str, list[str]](), list[str]()
+    def fields(cls, given: Given) -> Mapping[str, FieldInfo]:
+        """Return all fields by their dotted names. given: may choose further ones."""
+        return dict(leaves(cls))
+
+    @classmethod
+    def unknown(cls, name: str, given: Given) -> str:
+        """Return why there is no field of this name."""
+        fields = cls.fields(given).items()
+        known = [_shown_name(other, field) for other, field in fields if not _is_positional(field)]
+        return f"there is no such flag{suggestion(as_flag(name), known)}"
+
+    @classmethod
+    def unexpected(cls, word: str, after: str, given: Given) -> str:
+        """Return the message for a word that is neither flag nor value. after: the field of the flag before
+        it, or ""."""
+        return f"unexpected {word!r}"
+
+    @classmethod
+    def intro(cls, given: Given) -> str:
+        """Return what the help says before the flags."""
+        return ""
+
+    @classmethod
+    def parse(cls, program: str, doc: str, words: Sequence[str]) -> Self:
+        """Return the command that the words after a program's name give.
+
+        Raises UserError, and SystemExit after a help page. doc: the page's summary and, below it, what is
+        printed after the flags.
+        """
+        given, loose = cls._split(words)
+        if asks_help(given):
+            print(cls._help_page(program, doc, given))
+            raise SystemExit(0)
+        try:
+            return cls._checked(given, loose)
+        except UserError as error:
+            raise UserError(f"{error}\nSee `{program} --help`.") from error
+
+    @classmethod
+    def _split(cls, words: Sequence[str]) -> tuple[Given, list[tuple[str, str]]]:
+        """Return what each flag was given, and all other words, each with the field of the flag before it."""
+        own, waiting, name = dict(leaves(cls)), [*words], ""
+        given, loose = dict[str, list[str | None]](), list[tuple[str, str]]()
         while waiting:
             word = waiting.pop(0)
             # A single dash begins a negative number, or a mistake.
-            if (not word.startswith("--") and not word[1:2].isalpha()) or word[:1] != "-":
-                loose.append(word)
+            if not word.startswith("--") and not (word.startswith("-") and word[1:2].isalpha()):
+                loose.append((name, word))
                 continue
             flag, equals, text = word.partition("=")
-            name = flag.removeprefix("--").replace("-", "_")
-            if name not in fields:
-                cls.check_other(flag, words)
+            name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag
             following = waiting[0] if waiting else "--"
+            value: str | None = text
             if equals:
                 pass
-            elif name in fields and bool in kinds_of(fields[name]):
-                text = "true"
+            elif name in _HELP or (name in own and bool in kinds_of(own[name])):
+                value = "true"
             elif name in cls.alone and following.startswith("-"):
-                text = cls.alone[name]
-            elif following.startswith("--"):
-                raise UserError(f"{flag}: needs a value, as in {flag} VALUE")
+                value = cls.alone[name]
             else:
-                text = waiting.pop(0)
-            texts.setdefault(name, []).append(text)
-        values: dict[str, object] = {}
-        for name, given in texts.items():
-            is_list = name in fields and list in kinds_of(fields[name])
-            values[name] = given if is_list else cls.one_text(name, given, words)
-        for name in [name for name, field in fields.items() if _is_positional(field)] if loose else ():
-            takes_all = list in kinds_of(fields[name])
-            values[name], loose = (loose, []) if takes_all else (loose[0], loose[1:])
-            if not loose:
-                break
-        if loose:
-            raise UserError(cls.unexpected(loose, words))
-        return cls._checked(values, fields)
+                value = None if following.startswith("--") else waiting.pop(0)
+            given.setdefault(name, []).append(value)
+        return given, loose
 
     @classmethod
-    def _checked(cls, values: dict[str, object], fields: Fields) -> Self:
+    def _checked(cls, given: Given, loose: list[tuple[str, str]]) -> Self:
+        fields, own, values = cls.fields(given), dict(leaves(cls)), dict[str, object]()
+        for name, texts in given.items():
+            if name not in fields:
+                raise UserError(f"{as_flag(name)}: {cls.unknown(name, given)}")
+            if None in texts:
+                raise UserError(f"{as_flag(name)}: needs a value, as in {as_flag(name)} VALUE")
+            kinds, is_own = kinds_of(fields[name]), name in own
+            # A list of the config may be given in several flags.
+            joined = not is_own and len(texts) > 1 and not kinds.isdisjoint((list, tuple))
+            last = ",".join(filter(None, texts)) if joined else texts[-1]
+            values[name] = texts if is_own and list in kinds else last
+        for name in [name for name, field in fields.items() if _is_positional(field)]:
+            number = len(loose) if list in kinds_of(fields[name]) else 1
+            taken, loose = [word for _, word in loose[:number]], loose[number:]
+            if taken:
+                values[name] = taken if list in kinds_of(fields[name]) else taken[0]
+        if loose:
+            after, word = loose[0]
+            raise UserError(cls.unexpected(word, after, given))
         try:
             return cls.model_validate(nest(values))
         except ValidationError as error:
-            lines, lacking = list[str](), list[str]()
-            for item in error.errors():
-                name = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
-                name = next((own for own, field in fields.items() if name in (own, field.alias)), name)
-                shown = name.upper() if name not in fields else _shown_name(name, fields[name])
-                if item["type"] == "missing":
-                    within = [_shown_name(own, fields[own]) for own in fields if own.startswith(f"{name}.")]
-                    lacking += within or [shown]
-                else:
-                    lines.append(f"{shown} {item['input']!r}: {plain_words(item)}")
-            lines += [f"required: {', '.join(lacking)}"] if lacking else []
-            raise UserError("\n".join(lines)) from error
+            raise UserError(_mistakes(error, fields)) from error
 
     @classmethod
-    def one_text(cls, name: str, texts: Sequence[str], words: Sequence[str]) -> str:
-        """Return the value of a flag that was given by these texts: the last one."""
-        return texts[-1]
-
-    @classmethod
-    def check_other(cls, flag: str, words: Sequence[str]) -> None:
-        """Raise UserError for a flag that is no field of the command, unless it can be used all the same."""
-        known = [_shown_name(name, field) for name, field in leaves(cls) if not _is_positional(field)]
-        raise UserError(f"{flag}: there is no such flag{suggestion(flag, known)}")
-
-    @classmethod
-    def unexpected(cls, loose: Sequence[str], words: Sequence[str]) -> str:
-        """Return the message for words that are neither flags nor values. words: all of the command."""
-        return f"unexpected {' '.join(loose)!r}"
-
-    @classmethod
-    def help_page(cls, program: str, doc: str, words: Sequence[str]) -> str:
-        """Return the help page. doc: the summary and, below it, what is printed after the flags."""
-        return cls.page_of_flags(program, doc, {"options": dict(leaves(cls))})
-
-    @classmethod
-    def page_of_flags(cls, program: str, doc: str, groups: Mapping[str, Fields], intro: str = "") -> str:
-        """Return a help page that lists groups of fields. intro: text before them."""
+    def _help_page(cls, program: str, doc: str, given: Given) -> str:
+        fields, own = cls.fields(given), dict(leaves(cls))
+        groups = {"most used": [name for name in cls.first if name in fields], "options": []}
+        for name in fields:
+            if name not in cls.first:
+                section = "" if name in own else name.rpartition(".")[0]
+                groups.setdefault(section or "options", []).append(name)
         summary, _, page = doc.strip().partition("\n\n")
-        parts = [f"usage: {program} ...", " ".join(summary.split()), intro]
-        for group, fields in groups.items():
-            rows = [_help_row(name, field, cls) for name, field in fields.items()]
+        parts = [f"usage: {program} ...", " ".join(summary.split()), cls.intro(given)]
+        for group, names in groups.items():
+            rows = [_help_row(name, fields[name], cls) for name in names]
             parts.append("\n".join([f"{group}:", *rows]) if rows else "")
         return "\n\n".join(filter(None, [*parts, page.replace("%(prog)s", program).replace("%%", "%")]))
+
+
+def asks_help(given: Given) -> bool:
+    """Return whether a command line asks for the help page."""
+    return not given.keys().isdisjoint(_HELP)
+
+
+def _mistakes(error: ValidationError, fields: Mapping[str, FieldInfo]) -> str:
+    """Return a line for each wrong value, and one for all that is lacking."""
+    lines, lacking = list[str](), list[str]()
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        name = next((own for own, field in fields.items() if name in (own, field.alias)), name)
+        shown = _shown_name(name, fields[name]) if name in fields else name.upper()
+        if item["type"] == "missing":
+            within = [_shown_name(own, fields[own]) for own in fields if own.startswith(f"{name}.")]
+            lacking += within or [shown]
+        else:
+            lines.append(f"{shown} {item['input']!r}: {plain_words(item)}")
+    return "\n".join([*lines, *([f"required: {', '.join(lacking)}"] if lacking else [])])
 
 
 def kinds_of(field: FieldInfo) -> set[Any]:
@@ -146,8 +187,8 @@ def kinds_of(field: FieldInfo) -> set[Any]:
 
 
 def as_flag(name: str) -> str:
-    """Return the flag of a field: `--train.batch-size`."""
-    return f"--{name.replace('_', '-')}"
+    """Return the flag of a field: `--train.batch-size`; of a single dash, as it was written."""
+    return name if name.startswith("-") else f"--{name.replace('_', '-')}"
 
 
 def _is_positional(field: FieldInfo) -> bool:
@@ -172,18 +213,6 @@ def _help_row(name: str, field: FieldInfo, cls: type[Command]) -> str:
     text = f"{field.description}" + ("" if is_plain else f" (default: {flag_text(field.get_default())})")
     body = textwrap.fill(" ".join(text.split()), 100, initial_indent=" " * 28, subsequent_indent=" " * 28)
     return f"{head:<27} {body.lstrip()}" if len(head) < 28 else f"{head}\n{body}"
-
-
-def parsed(command: type[Command], program: str, doc: str, words: Sequence[str]) -> Any:
-    """Return the command that the words after a program's name give. Raises UserError, and SystemExit after a
-    help page."""
-    if {"-h", "--help"} & {*words}:
-        print(command.help_page(program, doc, words))
-        raise SystemExit(0)
-    try:
-        return command.parse(words)
-    except UserError as error:
-        raise UserError(f"{error}\nSee `{program} --help`.") from error
 
 
 def prefect_part(name: str) -> ModuleType:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from dphybrid.cli.flags import RunCommand
-from dphybrid.cli.parser import Command, parsed
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import read_run
 from dphybrid.util.files import write_text
@@ -35,7 +35,7 @@ def flow_command(name: str, summary: str, command: type[Command], words: Sequenc
     """Return the command that `python -m dphybrid.flows.NAME` and words give. Its help has the examples of
     `dphybrid train`."""
     page = (__doc__ or "").partition("\n\n")[2]
-    return parsed(command, f"python -m dphybrid.flows.{name}", f"{summary}\n\n{page}", words)
+    return command.parse(f"python -m dphybrid.flows.{name}", f"{summary}\n\n{page}", words)
 
 
 def keep_report(report: "Report", file: Path | None) -> None:

@@ -57,9 +57,14 @@ def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
         meant = [full for full in known if leaves[full] in near]
         meant = [full for full in meant if full.lstrip("-").startswith(f"{section}.")] or meant
     if not meant and not section:  # such as --label, where nothing else says that the data is a table
-        same = [full for full in field_types(OF_TABLES) if full.rpartition(".")[2] == leaf]
+        of_tables = {full: full.rpartition(".")[2] for full in field_types(OF_TABLES)}
+        near = difflib.get_close_matches(leaf, of_tables.values(), n=1)
         dashes = name[: len(name) - len(bare)]
-        meant = [f"{dashes}{full}".replace("_", "-" if flags else "_") for full in same]
+        meant = [
+            f"{dashes}{full}".replace("_", "-" if flags else "_")
+            for full in of_tables
+            if of_tables[full] in near
+        ]
     if meant:
         return f"there is no such {what}; did you mean {' or '.join(map(repr, meant[:4]))}?"
     same_section = [full for full in known if full.lstrip("-").rpartition(".")[0] == section] or known

@@ -57,8 +57,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
 
 
 def test_an_unrecorded_run_does_not_decide_the_next_ones_recipe(run: TrainedRun) -> None:
-    assert recipe_of(["train", "--data.path", "triples.txt"]) == "text"
-    assert recipe_of(["train", "--resume", run.name]) == "ctr"
+    assert recipe_of({"data.path": ["triples.txt"]}) == "text"
+    assert recipe_of({"resume": [run.name]}) == "ctr"
 
 
 def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> None:
