@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from benchmarks.parallel import run
 from dphybrid.parallel import DataParallel
 from dphybrid.parallel.replication import check_module
 from tests.parallel import zoo
@@ -34,11 +33,3 @@ def test_the_checker_names_place_and_remedy(make: Callable[[], nn.Module], words
 )
 def test_the_checker_raises_no_false_alarm(make: Callable[[], nn.Module]) -> None:
     assert check_module(make()) == []
-
-
-@pytest.mark.nightly
-def test_the_benchmark_measures_every_way() -> None:
-    result = run(repeats=2)
-    ways = result["small network, with backward"]
-    assert [*ways][:3] == ["plain call", "nn.DataParallel, no GPU", "dphybrid, cpu"]
-    assert all(timing.ms > 0 for timing in ways.values())
