@@ -1,12 +1,11 @@
-"""Compares the quality of the models with scikit-learn's models, published figures and a plain PyTorch loop;
-prints tables and writes JSON.
+"""Compares the quality of the models with scikit-learn's models and simple recommenders; prints tables and
+writes JSON.
 
     python -m examples.quality --data FOLDER [--only tables] [--seeds 2] [--out quality.json]
 
-FOLDER holds the data: adult/adult.data (UCI Adult), ml-100k/u.data (MovieLens), wn18rr/ and fb15k237/
-(train.txt, valid.txt, test.txt) and wikitext2/valid.txt. Everything runs on the CPU, in a temporary data
-folder; nothing is recorded in MLflow. The JSON file is rewritten after each model, so that an interrupted
-script leaves its finished results.
+FOLDER holds the data: adult/adult.data (UCI Adult) and ml-100k/u.data (MovieLens). Everything runs on the
+CPU, in a temporary data folder; nothing is recorded in MLflow. The JSON file is rewritten after each model, so
+that an interrupted script leaves its finished results.
 
 - tables: recipe ctr, scikit-learn's boosted trees and a linear model, on Adult and tables that ship with
   scikit-learn, or on `--table FILE --label NAME`. A seed is one of five folds, on which the models are
@@ -14,14 +13,11 @@ script leaves its finished results.
 - retrieval: recipe retrieval, EASE and the most popular items. Three quarters of each user's ratings are for
   training, the others are to be found.
 - next: the networks of recipe retrieval, in time: each user's last rating is to be found.
-- kge: recipe kge on the graphs in FOLDER, by filtered ranks among all entities.
-- text: recipe text and the same LSTM in a plain loop with Adam, on the same batches.
 
-Letters: B rows or samples, T tokens, H width of a network, U users, I items, K items of a list.
+Letters: B rows, U users, I items, K items of a list.
 """
 
 import argparse
-import math
 import os
 import platform
 import statistics
@@ -46,22 +42,16 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import dphybrid
-from dphybrid.config.settings import load_settings
-from dphybrid.data import batches
-from dphybrid.recipes import find_recipe
-from dphybrid.recipes.text.model import IGNORED
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, write_json
 
-PARTS = ("tables", "retrieval", "next", "kge", "text")
+PARTS = ("tables", "retrieval", "next")
 SHIPPED = {"breast_cancer": "binary", "wine": "multiclass", "diabetes": "regression"}
 """Tables that ship with scikit-learn, and the kinds of their labels."""
 METRICS = {"binary": "AUC", "multiclass": "accuracy", "regression": "RMSE"}
-FOLDS, CUTOFF, EASE_PENALTY, GRAPHS = 5, 10, 300.0, ("wn18rr", "fb15k237")
+FOLDS, CUTOFF, EASE_PENALTY = 5, 10, 300.0
 Lists = Mapping[str, list[str]]
 
 
@@ -264,72 +254,10 @@ RECOMMENDERS: dict[str, Callable[..., Lists]] = {
 }
 
 
-def kge(folders: list[Path], seeds: range, results: Results) -> None:
-    for folder in folders:
-        for seed in seeds:
-            with results.measuring(folder.name, "test MRR, filtered", "kge, defaults", seed) as run:
-                run["value"] = train(str(folder), "kge", seed=seed).test_metrics["mrr"]
-
-
-class PlainText(nn.Module):
-    """The text recipe's network in plain PyTorch, with the table as an ordinary parameter."""
-
-    def __init__(self, num_words: int, o: Any) -> None:
-        super().__init__()
-        self.words, self.dropout = nn.Embedding(num_words, o.dim), nn.Dropout(o.dropout)
-        self.network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True)
-        self.output = nn.Linear(o.hidden, num_words)
-        for weight in (self.words.weight, self.output.weight):
-            nn.init.uniform_(weight, -0.1, 0.1)
-        nn.init.zeros_(self.output.bias)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the mean loss of a token."""
-        hidden_BTH = self.dropout(self.network(self.dropout(self.words(batch["ids_BT"])))[0])
-        scores_XV = self.output(hidden_BTH).flatten(0, 1)
-        return cross_entropy(scores_XV, batch["targets_BT"].flatten(), ignore_index=IGNORED)
-
-
-def text(path: Path, seeds: range, results: Results) -> None:
-    """Train recipe text with its default values, and the same network by Adam on the same batches."""
-    for seed in seeds:
-        with results.measuring("text", "perplexity", "text, defaults", seed) as run:
-            trained = train(str(path), "text", seed=seed)
-            run["value"] = trained.metrics["perplexity"]
-        with results.measuring("text", "perplexity", "plain PyTorch, Adam", seed) as run:
-            run["value"] = plain_text(trained.config)
-
-
-def plain_text(config: Any) -> float:
-    """Train the network of a config in a plain loop; return its best perplexity."""
-    data = find_recipe("text").prepare(config.data, load_settings().prepared_dir, config.train.seed)
-    torch.manual_seed(config.train.seed)
-    model = PlainText(data.info["num_words"], config.model)
-    adam = torch.optim.Adam(model.parameters(), lr=config.train.lr)
-    best = math.inf
-    for epoch in range(config.train.epochs):
-        of_epoch = {"seed": config.train.seed, "epoch": epoch, "shuffle": True}
-        for batch in batches(data.dataset("train"), config.train.batch_size, **of_epoch):
-            adam.zero_grad()
-            model(batch).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
-            adam.step()
-        model.eval()
-        with torch.no_grad():
-            valid = list(batches(data.dataset("valid"), 16, seed=0, epoch=0, shuffle=False))
-            counts = [int((batch["targets_BT"] != IGNORED).sum()) for batch in valid]
-            total = sum(float(model(b)) * count for b, count in zip(valid, counts, strict=True))
-        best = min(best, math.exp(total / sum(counts)))
-        model.train()
-    return best
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure the parts that were asked for; print, write and return the results."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
-    parser.add_argument(
-        "--data", type=Path, help="folder with adult/, ml-100k/, wn18rr/, fb15k237/, wikitext2/"
-    )
+    parser.add_argument("--data", type=Path, help="folder with adult/ and ml-100k/")
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds (5)")
     parser.add_argument("--first-seed", type=int, default=0, help="first seed (0)")
@@ -356,12 +284,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 tables(files, given.label, seeds, results)
             elif part == "retrieval":
                 retrieval(file("ml-100k/u.data"), seeds, results)
-            elif part == "next":
-                in_time(file("ml-100k/u.data"), seeds, results)
-            elif part == "kge":
-                kge([file(name) for name in GRAPHS], seeds, results)
             else:
-                text(file("wikitext2/valid.txt"), seeds, results)
+                in_time(file("ml-100k/u.data"), seeds, results)
     print("\n".join(results.lines()))
     return results.page
 

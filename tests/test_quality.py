@@ -55,16 +55,3 @@ def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> Non
     scores = {name: runs[0]["value"] for name, runs in found.items()}
     assert scores["EASE"] > scores["most popular"] + 0.1
     assert 0 < scores["retrieval, defaults"] <= 1
-
-
-def test_text_is_compared_with_a_plain_loop_on_the_same_batches(data_dir: Path, tmp_path: Path) -> None:
-    draw = random.Random(0)
-    (tmp_path / "wikitext2").mkdir()
-    documents = [" ".join(draw.choices(["a", "b", "c", "d"], k=200)) for _ in range(30)]
-    (tmp_path / "wikitext2" / "valid.txt").write_text("\n\n".join(documents))
-    asked = ["--only", "text", "--data", str(tmp_path), "--seeds", "1", "--out", str(tmp_path / "found.json")]
-    (found,) = quality.main(asked)["groups"].values()
-    assert [3 < runs[0]["value"] < 10 for runs in found["runs"].values()] == [
-        True,
-        True,
-    ]  # four words at random
