@@ -4,8 +4,8 @@ writes JSON.
     python -m examples.quality --data FOLDER [--only tables] [--seeds 2] [--out quality.json]
 
 FOLDER holds the data: adult/adult.data (UCI Adult) and ml-100k/u.data (MovieLens). Everything runs on the
-CPU, in a temporary data folder; nothing is recorded in MLflow. The JSON file is rewritten after each model, so
-that an interrupted script leaves its finished results.
+CPU, in a temporary data folder; nothing is recorded in MLflow. The JSON file is rewritten after each model,
+so that an interrupted script leaves its finished results.
 
 - tables: recipe ctr, scikit-learn's boosted trees and a linear model, on Adult and tables that ship with
   scikit-learn, or on `--table FILE --label NAME`. A seed is one of five folds, on which the models are
