@@ -31,7 +31,7 @@ from dphybrid.data import batches, num_batches
 from dphybrid.embedding import RowPipeline, clip_grad_norm_
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.train import build_run, prepare_data, train_run
+from dphybrid.run.job import build_run, prepare_data, train_run
 from dphybrid.training.engine import Engine, TakeStep
 from dphybrid.training.optimizers import keep_average
 from dphybrid.training.step import Step

@@ -15,10 +15,10 @@ from dphybrid.data.table.frames import rows_of
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Built, Experiment
+from dphybrid.run.folder import read_run
+from dphybrid.run.job import build_run, prepare_data, train_run
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.train import train_run
 from dphybrid.serving.predict import open_predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.engine import Engine
@@ -120,7 +120,8 @@ def _trained(sample: Experiment, name: str, stop_after: int = 0) -> ResultPage:
     """Train the sample as run `name`, or continue that run. Raises Interrupted after `stop_after` steps."""
     experiment = replace(sample, engine=_CountingEngine(sample.config, stop_after), built=Built())
     if (sample.settings.runs_dir / name).is_dir():
-        experiment = experiment.resuming(name)
+        run = read_run(sample.settings.runs_dir / name, sample.settings)
+        experiment = replace(experiment, found=run)
     with build_run(experiment, run_name=name) as built:
         return train_run(built, StopRequest())
 

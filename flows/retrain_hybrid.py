@@ -34,7 +34,7 @@ from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import as_task, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG, find_tagged_run, read_run
-from dphybrid.run.train import prepare_data
+from dphybrid.run.job import prepare_data
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import metric_text

@@ -10,7 +10,8 @@ from typing import Any
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.job import run_job
+from dphybrid.run.pages import Report
 
 
 def command(*argv: str, ends: int = 0) -> str:

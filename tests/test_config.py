@@ -9,7 +9,7 @@ from dphybrid.tutorials import Toy
 
 from dphybrid.cli.flags import ConfigCommand
 from dphybrid.cli.main import command_of
-from dphybrid.config import ModelConfig, flatten, nest
+from dphybrid.config import ModelConfig, described, flatten, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import Sweep
 from dphybrid.recipes.configs import (
@@ -70,6 +70,7 @@ def test_overrides_keep_what_was_given_and_follow_a_new_recipe() -> None:
 
 def test_every_field_has_a_sentence_and_a_flag() -> None:
     for recipe in BUILT_IN:
+        described(find_recipe(recipe).config_class)
         fields = dict(field_types(recipe))
         for name, field in fields.items():
             assert str(field.description).endswith("."), name

@@ -22,7 +22,7 @@ import dphybrid
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import FLOW_RUN_TAG, RunPage
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from dphybrid.tracking.record import RecordFile, read
 from dphybrid.tracking.tracker import embedded_uri
 from dphybrid.util.digests import SUMS, value_digest

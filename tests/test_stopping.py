@@ -14,8 +14,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.gpus import devices as leasing
 from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
-from dphybrid.run import build, trainer
-from dphybrid.run import train as job
+from dphybrid.run import job, trainer
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 from tests.fake_nvml import gpu, write_state
 from tests.gpus.test_devices import machine  # noqa: F401 - a fixture
@@ -51,7 +50,7 @@ def test_a_request_before_the_first_step_ends_the_run(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     checkpoints = tmp_path / "data" / "runs" / "run" / "checkpoints"
     loading = when == "load_checkpoint"
-    where = trainer if loading else build
+    where = trainer if loading else job
     if loading:
         run(1, StopRequest())
     before = sorted(checkpoints.glob("*"))

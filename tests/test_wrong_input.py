@@ -10,7 +10,7 @@ import pytest
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import stored_config
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report
 from dphybrid.tracking.loader import checkpoint_folder
 from tests.commands import command
 from tests.lifecycle.test_sweep import some_report

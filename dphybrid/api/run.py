@@ -6,16 +6,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.run.folder import Run, all_runs, read_run
+from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import check_target, write_text
 from dphybrid.util.text import metric_text
 
 if TYPE_CHECKING:  # a list of runs needs no torch
-    import polars as pl
     from torch import nn
 
-    from dphybrid.run.folder import Run
     from dphybrid.serving.evaluate import Evaluation
 
 _REPORT_HEIGHT = 640
@@ -31,8 +34,6 @@ class TrainedRun:
 
     def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
         """Raises UserError for a folder without a run."""
-        from dphybrid.run.folder import read_run
-
         self.folder = Path(folder)
         # Kept, because the settings also decide from which packages a run's page may name code.
         self._settings = settings or load_settings()
@@ -76,39 +77,29 @@ class TrainedRun:
     @property
     def metrics(self) -> dict[str, float]:
         """The best checkpoint's metrics on the validation split; empty before the run has ended."""
-        from dphybrid.run.pages import MetricsPage
-
-        page = self.folder / "metrics.json"
-        return MetricsPage.read(page).metrics if page.is_file() else {}
+        return self._measured("metrics")
 
     @property
     def test_metrics(self) -> dict[str, float]:
         """The best checkpoint's metrics on the test rows; empty without any, and before the run has ended."""
-        from dphybrid.run.pages import MetricsPage
+        return self._measured("test")
 
+    def _measured(self, rows: str) -> dict[str, float]:
         page = self.folder / "metrics.json"
-        return MetricsPage.read(page).test if page.is_file() else {}
+        return getattr(MetricsPage.read(page), rows) if page.is_file() else {}
 
     @property
-    def splits(self) -> "pl.DataFrame":
+    def splits(self) -> pl.DataFrame:
         """How batches were split: one row for each split and replica. Raises UserError before the training
         has ended."""
-        import polars as pl
-
-        from dphybrid.run.pages import ResultPage
-
         # infer_schema_length=None, here and below: types by all rows, as the first ones may lack a value.
         splits = ResultPage.read(self._trained("result.json")).splits
         return pl.DataFrame([row.table_row() for row in splits], infer_schema_length=None)
 
     @property
-    def history(self) -> "pl.DataFrame":
+    def history(self) -> pl.DataFrame:
         """Epoch, step, training loss and validation metrics, one row per epoch. Raises UserError before the
         training has ended."""
-        import polars as pl
-
-        from dphybrid.run.pages import ResultPage
-
         rows = ResultPage.read(self._trained("result.json")).history
         return pl.DataFrame(rows, infer_schema_length=None).with_row_index("epoch", offset=1)
 
@@ -148,7 +139,7 @@ class TrainedRun:
 
         return evaluate_checkpoint(self.checkpoint, rows, lambda: self.predictor, lambda: self.model)
 
-    def recommend(self, users: object = None, k: int = 10, *, history: object = None) -> "pl.DataFrame":
+    def recommend(self, users: object = None, k: int = 10, *, history: object = None) -> pl.DataFrame:
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
         history: the items that a user has met, for users who were not in training.
         Raises UserError for recipes that do not recommend."""
@@ -193,9 +184,7 @@ class RunReport:
     """The report of a run. `text`: the lines that the command line prints; `values`: the numbers; `page()`:
     the report as HTML, which notebooks show."""
 
-    def __init__(self, run: "Run", file: Path) -> None:
-        from dphybrid.run.pages import Report
-
+    def __init__(self, run: Run, file: Path) -> None:
         self._run = run
         self.values: Report = Report.read(file)
 
@@ -214,8 +203,6 @@ class RunReport:
 
     def save(self, file: str | Path) -> Path:
         """Write the page to a file and return its path. Raises UserError if the file cannot be written."""
-        from dphybrid.util.files import check_target, write_text
-
         target = check_target(file, str(file))
         write_text(target, self.page())
         return target
@@ -243,19 +230,19 @@ class Runs(list[TrainedRun]):
         known = [run.name for run in self] or ["none"]
         raise UserError(f"{which}: there is no run of that name{suggestion(which, known)}")
 
-    def frame(self) -> "pl.DataFrame":
+    def frame(self) -> pl.DataFrame:
         """Return name, recipe, devices, status, start and metrics, one row per run."""
-        import polars as pl
-
+        rows = []
+        for run in self:
+            facts = {"run": run.name, "recipe": run.recipe, "devices": run.devices, "status": run.status}
+            rows.append({**facts, "started": run.created[:19].replace("T", " "), **run.metrics})
         # None: infer the columns from all rows, as recipes differ in metrics and an unfinished run has none.
-        return pl.DataFrame([_row(run) for run in self], infer_schema_length=None)
+        return pl.DataFrame(rows, infer_schema_length=None)
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self)) or "no runs"
 
     def _repr_html_(self) -> str:
-        import polars as pl
-
         with pl.Config(
             tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=200, float_precision=4, tbl_hide_dataframe_shape=True
         ):
@@ -264,8 +251,6 @@ class Runs(list[TrainedRun]):
 
 def runs(recipe: str | None = None) -> Runs:
     """Return the runs of the data folder, newest first. recipe: only those of this recipe."""
-    from dphybrid.run.folder import all_runs
-
     settings = load_settings()
     found = [run for run in all_runs(settings) if recipe is None or run.page.recipe == recipe]
     return Runs([TrainedRun(run.folder, settings) for run in reversed(found)])
@@ -279,8 +264,3 @@ def tracking_uri() -> str:
 
     settings = load_settings()
     return store_to_read(settings.mlflow_uri, settings.mlflow_dir)
-
-
-def _row(run: TrainedRun) -> dict[str, object]:
-    facts = {"run": run.name, "recipe": run.recipe, "devices": run.devices, "status": run.status}
-    return {**facts, "started": run.created[:19].replace("T", " "), **run.metrics}

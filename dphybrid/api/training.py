@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dphybrid.api.run import TrainedRun
 from dphybrid.config import ExperimentConfig, flatten, merge, nest
@@ -94,7 +94,7 @@ def train(
     if framed:
         checked = _with_frames(checked, framed, settings)
     # After the checks, because it imports torch, which takes its time.
-    from dphybrid.run.train import run_job
+    from dphybrid.run.job import run_job
 
     # Standard output belongs to the whole process: only the main thread may redirect it.
     silent = quiet and threading.current_thread() is threading.main_thread()
@@ -149,48 +149,43 @@ def experiment(
 ) -> ExperimentConfig:
     """Return the config made of `config` and the values given by keyword, which override it.
 
-    given: by full name (`recipe`, `data.path`); None: not given. values: as `nested` takes them. Without a
+    given: by full name (`recipe`, `data.path`); None: not given. values: as `_nested` takes them. Without a
     recipe it is that of `registry.choose_recipe`. Raises UserError that names the keyword.
     """
-    known = merge(_values_of(config), nest({n: value for n, value in given.items() if value is not None}))
-    recipe = choose_recipe(known)
-    origins: dict[str, str] = {}
-    chosen = merge(known, nested(values, recipe, origins))
+    if isinstance(config, ExperimentConfig):
+        config = given_values(config)
+    elif isinstance(config, str | Path):
+        config = read_config_file(config)
+    named = nest({name: value for name, value in given.items() if value is not None})
+    known = merge(dict(config or {}), named)
+    recipe, origins = choose_recipe(known), dict[str, str]()
+    chosen = merge(known, _nested(values, recipe, origins))
     return build_config({**chosen, "recipe": recipe}, origins)
 
 
-def _values_of(config: ExperimentConfig | Mapping[str, object] | str | Path | None) -> Values:
-    if config is None:
-        return {}
-    if isinstance(config, ExperimentConfig):
-        return given_values(config)
-    if isinstance(config, str | Path):
-        return read_config_file(config)
-    return dict(config)
-
-
-def nested(values: Mapping[str, object], recipe: str, origins: dict[str, str] | None = None) -> Values:
-    """Return keywords as nested values of a recipe's config.
+def _nested(values: Mapping[str, object], recipe: str, origins: dict[str, str]) -> Values:
+    """Return keywords as nested values of a recipe's config. origins: gets the keyword of each dotted
+    name, for messages.
 
     A keyword is a field's own name if only one section has it (`epochs`), a section with its values
-    (`train={"lr": 0.01}`), or section and name joined by two underscores or a dot (`train__lr`). origins: is
-    filled with the keyword of each dotted name, for messages. Raises UserError for other keywords.
+    (`train={"lr": 0.01}`), or section and name joined by two underscores or a dot (`train__lr`). Raises
+    UserError for other keywords.
     """
-    fields = field_types(recipe)
+    fields, flat = field_types(recipe), dict[str, Any]()
     sections = {name.partition(".")[0] for name in fields if "." in name}
-    flat: Values = {}
     for keyword, value in values.items():
         name = keyword.replace("__", ".").replace("-", "_")
         if name in sections:
             if not isinstance(value, Mapping):
                 raise UserError(f"{keyword}={value!r}: is a section; give {keyword}={{'name': value}}")
-            found = {f"{name}.{key}": inner for key, inner in flatten(dict(value)).items()}
+            found = flatten({name: dict(value)})
         else:
             found = {_full_name(keyword, name, fields, recipe): value}
+        origins |= dict.fromkeys(found, f"{keyword}=")
         for full, inner in found.items():
-            if origins is not None:
-                origins[full] = f"{keyword}="
-            flat[full] = _plain(inner)
+            # As fields take it: lists as tuples, paths as texts.
+            inner = str(inner) if isinstance(inner, Path) else inner
+            flat[full] = tuple(inner) if isinstance(inner, list) else inner
     return nest(flat)
 
 
@@ -203,10 +198,3 @@ def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: st
         end = "" if why.endswith("?") else "."
         raise UserError(f"{keyword}: {why}{end} Write it in full as section__name")
     return same[0]
-
-
-def _plain(value: object) -> object:
-    """Return a value as fields take it: lists as tuples, paths as texts."""
-    if isinstance(value, Path):
-        return str(value)
-    return tuple(value) if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 from pydantic.fields import FieldInfo
 
 from dphybrid.cli.parser import Command, Given, as_flag, asks_help, kinds_of
-from dphybrid.config import ExperimentConfig, leaves, merge, nest
+from dphybrid.config import ExperimentConfig, described, leaves, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names
@@ -84,6 +84,11 @@ class ConfigCommand(Command):
             return f"unexpected {word!r}; write {several}, or {one} if it is one name"
         meant = "recipe" if word in recipe_names() else "config" if word.endswith(".toml") else "data.path"
         return f"unexpected {word!r}; write {as_flags({meant: word})}"
+
+    @classmethod
+    def _help_page(cls, program: str, doc: str, given: Given) -> str:
+        described(find_recipe(recipe_of(given)).config_class)
+        return super()._help_page(program, doc, given)
 
     @classmethod
     def intro(cls, given: Given) -> str:

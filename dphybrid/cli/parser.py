@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from dphybrid.config import leaves, nest
+from dphybrid.config import described, leaves, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_scratch, disk_text
@@ -44,7 +44,7 @@ class Command(BaseModel):
     """
 
     # defer_build: only the class of the command that runs needs a validator.
-    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True, populate_by_name=True)
+    model_config = ConfigDict(defer_build=True, populate_by_name=True)
     shown_as: ClassVar[Mapping[str, str]] = {}
     """Field -> placeholder of its value in the help."""
     alone: ClassVar[Mapping[str, str]] = {}
@@ -145,6 +145,7 @@ class Command(BaseModel):
 
     @classmethod
     def _help_page(cls, program: str, doc: str, given: Given) -> str:
+        described(cls)
         fields, own = cls.fields(given), dict(leaves(cls))
         groups = {"most used": [name for name in cls.first if name in fields], "options": []}
         for name in fields:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, create_model
 
 from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command, Positional
+from dphybrid.config import described
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import READING_FIELDS, RowFiles
 from dphybrid.util.errors import UserError
@@ -34,7 +35,7 @@ class _Rows(BaseModel):
 # How new files are written may differ from the training data; all else comes from the checkpoint.
 _READING: dict[str, Any] = {
     name: (str | None, Field(default=None, description=f"{field.description} Default: as in training."))
-    for name, field in RowFiles.model_fields.items()
+    for name, field in described(RowFiles).model_fields.items()
     if name in READING_FIELDS
 }
 if TYPE_CHECKING:

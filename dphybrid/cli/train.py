@@ -71,7 +71,7 @@ class Flags(RunCommand):
         tags = dict(tag.split("=", 1) for tag in self.tag)
         config, settings = self.experiment()
         with kept_from_gc():
-            from dphybrid.run.train import run_job
+            from dphybrid.run.job import run_job
         report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
         print(report.text)
         keep_report(report, self.report)

@@ -5,17 +5,13 @@ number of GPUs also by other dropout masks; the other settings do not change it.
 import os
 import sys
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
+from dotenv import dotenv_values
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    DotEnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, plain_words
@@ -45,28 +41,32 @@ def env_file() -> Path:
     return Path(os.environ.get(ENV_FILE) or ".env")
 
 
-def _read_env_file(settings_cls: type[BaseSettings]) -> dict[str, Any]:
-    """Return the settings of `.env`. Paths in it are relative to its folder. It chooses no code, and no
-    address for the credentials of the environment: a note on standard error names what is ignored."""
+def _read_env_file() -> dict[str, Any]:
+    """Return the settings of `.env` that the environment does not override. Paths in it are relative to its
+    folder. It chooses no code, and no address for the credentials of the environment: a note on standard
+    error names what is ignored."""
     file = env_file()
     # Some people have a folder of this name, with a virtual environment in it.
     if file.is_dir() or not os.path.lexists(file):
         return {}
     try:
-        read_own_text(file)
+        lines = dotenv_values(stream=StringIO(read_own_text(file)))
     except UserError as fault:
         note(str(fault))
         return {}
-    values = DotEnvSettingsSource(settings_cls, env_file=file, env_file_encoding="utf-8")()
-    ignored = {name: "it names code to import" for name in _NAMING_CODE if name in values}
-    if "://" in str(values.get("tracking_uri")) and _has_credentials():
-        ignored["tracking_uri"] = "the environment's credentials for MLflow are not for its address"
-    for name, why in ignored.items():
-        note(f"{file.absolute()}: {_PREFIX}{name.upper()} is ignored: {why}; set it in the environment")
-        del values[name]
-    for name in _PATHS:
-        if (path := str(values.get(name) or "")) and path[0] != "~":
-            values[name] = str(file.absolute().parent / path)
+    folder, outside = file.absolute().parent, {name.upper() for name, value in os.environ.items() if value}
+    values = dict[str, Any]()
+    for name in Settings.model_fields:
+        variable, why = f"{_PREFIX}{name.upper()}", ""
+        value = next((text for key, text in lines.items() if key.upper() == variable), None)
+        if name in _NAMING_CODE:
+            why = "it names code to import"
+        elif name == "tracking_uri" and "://" in str(value) and _has_credentials():
+            why = "the environment's credentials for MLflow are not for its address"
+        if value and why:
+            note(f"{file.absolute()}: {variable} is ignored: {why}; set it in the environment")
+        elif value and variable not in outside:
+            values[name] = str(folder / value) if name in _PATHS and value[0] != "~" else value
     return values
 
 
@@ -91,16 +91,7 @@ class Settings(BaseSettings):
         env_ignore_empty=True,  # an empty variable counts as unset
         extra="ignore",
         frozen=True,
-        use_attribute_docstrings=True,
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read the arguments, then the environment, then `.env`."""
-        of_file = InitSettingsSource(settings_cls, init_kwargs=_read_env_file(settings_cls))
-        return named["init_settings"], named["env_settings"], of_file
 
     _of_env_file: bool = PrivateAttr(default=False)
 
@@ -168,20 +159,13 @@ class Settings(BaseSettings):
     @field_validator("profile")
     @classmethod
     def _steps(cls, value: str | None) -> str | None:
-        if not value:  # an empty variable counts as unset
-            return None
-        first, dash, last = value.partition("-")
-        if not (first.isdigit() and (last.isdigit() or not dash) and 1 <= int(first) <= int(last or first)):
-            raise ValueError("give steps as FIRST-LAST, counted from 1, such as 20-24")
+        _steps_of(value)
         return value
 
     @property
     def profile_steps(self) -> range:
         """The steps to profile; empty by default."""
-        if self.profile is None:
-            return range(0)
-        first, _, last = self.profile.partition("-")
-        return range(int(first), int(last or first) + 1)
+        return _steps_of(self.profile)
 
     @field_validator("training_hours")
     @classmethod
@@ -189,13 +173,6 @@ class Settings(BaseSettings):
         # Parsed only to check it; a Settings object keeps the text.
         parse_training_hours(value)
         return value
-
-    def model_post_init(self, _: object) -> None:
-        """Note whether `.env` chose the data folder."""
-        named = _read_env_file(type(self)).get("data_dir")
-        set_outside = {name.upper() for name, value in os.environ.items() if value}
-        if named and f"{_PREFIX}DATA_DIR" not in set_outside:
-            self._of_env_file = given_path(named, "data_dir").absolute() == self.data_dir
 
     @property
     def trusts_data_dir(self) -> bool:
@@ -231,20 +208,30 @@ class Settings(BaseSettings):
         return self.data_dir / "mlflow"
 
 
+def _steps_of(text: str | None) -> range:
+    """Return the steps that a text FIRST-LAST names. Raises ValueError."""
+    if not text:  # an empty variable counts as unset
+        return range(0)
+    first, dash, last = text.partition("-")
+    if not (first.isdigit() and (last.isdigit() or not dash) and 1 <= int(first) <= int(last or first)):
+        raise ValueError("give steps as FIRST-LAST, counted from 1, such as 20-24")
+    return range(int(first), int(last or first) + 1)
+
+
 def load_settings(**given: object) -> Settings:
-    """Read the settings. given: values that override them. Raises UserError that names the wrong variable."""
+    """Read the settings: what is given, then the environment, then `.env`. Raises UserError that names the
+    wrong variable."""
     # Not cached: a command may set variables between two calls.
     try:
-        _read_env_file(Settings)  # here, as pydantic would wrap the error of a file that is not UTF-8
-        settings = Settings.model_validate(given)
+        of_file = _read_env_file()
+        settings = Settings.model_validate(of_file | given)
     except ValidationError as error:
         lines = [
             f"{_PREFIX}{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()
         ]
         raise UserError("\n".join(lines)) from error
     except UnicodeDecodeError as error:
-        file = env_file().absolute()
-        raise UserError(f"{file}: is not UTF-8 text ({error}); save it as UTF-8") from error
+        raise UserError(f"{env_file().absolute()}: is not UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it, or correct it"
@@ -252,4 +239,6 @@ def load_settings(**given: object) -> Settings:
     # A missing folder is fine, as runs make it; a file in its place would only fail deep inside a run.
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
+    if named := of_file.get("data_dir"):
+        settings._of_env_file = given_path(named, "data_dir").absolute() == settings.data_dir
     return settings

@@ -103,7 +103,6 @@ class TableDataConfig(RowFiles):
     """Which files to read, which column is the label, and how to read the others."""
 
     used_with: ClassVar[Mapping[str, str]] = {"valid_fraction": "data.valid_path="}
-    required: ClassVar[frozenset[str]] = frozenset({"path", "label"})
 
     path: str | None = None
     """Your table: CSV, TSV or Parquet; a file, a folder, or a pattern such as day-*.csv.gz."""

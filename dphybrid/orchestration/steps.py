@@ -1,4 +1,4 @@
-"""Shared parts of the flows: `trained` is `dphybrid.run.train.run_job` with each step as a Prefect task."""
+"""Shared parts of the flows: `trained` is `dphybrid.run.job.run_job` with each step as a Prefect task."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +15,9 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
 from dphybrid.orchestration.shown import show_run, tolerating_outage
-from dphybrid.run import train as job
+from dphybrid.run import job
 from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
+from dphybrid.run.pages import Report
 from dphybrid.util.alive import alive
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest
@@ -56,8 +57,8 @@ class _InFlow(job.Around):
 
     at_once = False
 
-    def __init__(self, settings: Settings, stop: StopRequest) -> None:
-        self.settings, self.stop = settings, stop
+    def __init__(self, stop: StopRequest) -> None:
+        self.stop = stop
         self.name = runtime.flow_run.name or ""
 
     def step(self, name: str, work: Callable[[], _R]) -> _R:
@@ -82,17 +83,19 @@ class _InFlow(job.Around):
         if address and runtime.deployment.id:
             print(f"MLflow: {address}", flush=True)
 
-    def reported(self, report: job.Report) -> None:
-        print(report.text, flush=True)
-        folder = self.settings.runs_dir / report.run_name
-        with tolerating_outage(f"Prefect's artifacts could not be written; the report is in {folder}"):
-            metrics = [{"metric": name, "value": value} for name, value in report.metrics.items()]
-            create_table_artifact(metrics, key="metrics", description="Validation metrics")
-            if report.splits:
-                rows = [row.table_row() for row in report.splits]
-                create_table_artifact(rows, key="splits", description="Rows of a batch on each replica")
-            text = f"```\n{report.text.strip()}\n```"
-            create_markdown_artifact(text, key="result", description=report.run_name)
+
+def _show(report: Report, settings: Settings) -> None:
+    """Print the report, and show it as artifacts of the flow run."""
+    print(report.text, flush=True)
+    folder = settings.runs_dir / report.run_name
+    with tolerating_outage(f"Prefect's artifacts could not be written; the report is in {folder}"):
+        metrics = [{"metric": name, "value": value} for name, value in report.metrics.items()]
+        create_table_artifact(metrics, key="metrics", description="Validation metrics")
+        if report.splits:
+            rows = [row.table_row() for row in report.splits]
+            create_table_artifact(rows, key="splits", description="Rows of a batch on each replica")
+        text = f"```\n{report.text.strip()}\n```"
+        create_markdown_artifact(text, key="result", description=report.run_name)
 
 
 def trained(
@@ -103,7 +106,7 @@ def trained(
     resume: str | None = None,
     tags: dict[str, str] | None = None,
     prepared: str | None = None,
-) -> job.Report:
+) -> Report:
     """Train in the current flow run, as `run_job` does. If it was started before (it gave way, or its worker
     died), continue from its checkpoint.
 
@@ -124,7 +127,7 @@ def trained(
     while own and alive(settings.runs_dir / own):
         stop.obey("while its last start wrote a checkpoint")
         time.sleep(_LOOK_EVERY_S)
-    return job.run_job(
+    report = job.run_job(
         config,
         settings,
         run_name=run_name,
@@ -133,8 +136,10 @@ def trained(
         stop=stop,
         links=_links(),
         prepared=prepared,
-        around=_InFlow(settings, stop),
+        around=_InFlow(stop),
     )
+    _show(report, settings)
+    return report
 
 
 def _tags() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The parts of a run: recipe, config, settings, data, engine, devices, folder. Each is found once, by the
 command or step that needs it first, and from there it is only passed down."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from dphybrid.run.folder import Run, changed_values, named_run
 from dphybrid.training.checkpoint import Trained
 from dphybrid.training.engine import Engine
 from dphybrid.training.metrics import Task
-from dphybrid.util.alive import RUNNING, alive, permission_explained
+from dphybrid.util.alive import RUNNING, alive
 from dphybrid.util.errors import UserError
 
 # With other values of these, the checkpoint would not fit the model, or training would continue on other rows
@@ -47,13 +46,13 @@ class Built:
     """The model of a run that this process has built, so that it is built once.
 
     Attributes:
-        filled: Whether its rows are those of a checkpoint and not initial values.
+        checkpoint: The checkpoint that will fill it; None for a new run.
         trained: With its optimizers, until it is trained.
         model: After that, for the evaluation.
         outputs: The `validation_outputs` of the best checkpoint, if this process evaluated it.
     """
 
-    filled: bool = False
+    checkpoint: Path | None = None
     trained: Trained | None = None
     model: nn.Module | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -90,43 +89,36 @@ class Experiment:
         return cls(recipe, config, settings, data, choose_engine(config))
 
     @classmethod
-    def continuing(cls, which: str, config: ExperimentConfig, settings: Settings) -> Self:
-        """Return the experiment that continues a run, the recipe's newest ("latest") or one by its name or
-        MLflow id, on the data that was prepared for it: later files do not change it.
-
-        Raises UserError when there is no such run, and as `resuming` does.
-        """
-        run = named_run(settings, which, config.recipe)
-        if run.page.recipe != config.recipe:
-            raise _other_values(run, {"recipe": f"{run.page.recipe} -> {config.recipe}"})
-        return cls.open(config, settings, run.page.prepared).resuming(run.folder.name)
-
-    @classmethod
     def of(cls, run: Run) -> Self:
         """Return the experiment of a run. Raises UserError when its prepared data is missing or damaged."""
         made = cls.open(run.config, run.settings, run.page.prepared)
         return replace(made, devices=run.page.devices, found=run)
 
-    def resuming(self, which: str) -> Self:
-        """Return the experiment with the run to resume: the recipe's newest ("latest"), or one by its name or
-        MLflow id.
+    @classmethod
+    def continuing(cls, which: str, config: ExperimentConfig, settings: Settings) -> Self:
+        """Return the experiment that continues a run, the recipe's newest ("latest") or one by its name or
+        MLflow id, on the data that was prepared for it: later files do not change it.
 
         Raises UserError when there is none, when it is running, and when its model, tables or data differ
         from the config's, naming each difference.
         """
-        run = named_run(self.settings, which, self.config.recipe)
+        run = named_run(settings, which, config.recipe)
         # Only for an error before the run waits for GPUs; the lock that `build_run` takes keeps two apart.
-        with permission_explained(run.folder):
-            running = alive(run.folder)
-        if running:
+        if alive(run.folder):
             raise UserError(f"--resume: {RUNNING.format(run.folder.name)}")
-        differing = changed_values(run.config.model_dump(mode="json"), self.config)
-        changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}
-        if run.page.data_digest != self.data.digest and not changed:
-            changed = {"data digest": f"{run.page.data_digest} -> {self.data.digest} (the file changed)"}
-        if changed:
-            raise _other_values(run, changed)
-        return replace(self, found=run)
+        changed = {"recipe": f"{run.page.recipe} -> {config.recipe}"}
+        if run.page.recipe == config.recipe:
+            made = cls.open(config, settings, run.page.prepared)
+            differing = changed_values(run.config.model_dump(mode="json"), made.config)
+            changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}
+            if run.page.data_digest != made.data.digest:
+                changed["data digest"] = f"{run.page.data_digest} -> {made.data.digest} (the files changed)"
+            if not changed:
+                return replace(made, found=run)
+        raise UserError(
+            f"--resume: run {run.folder.name} was started with other values "
+            f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
+        )
 
     @property
     def run(self) -> Run:
@@ -172,13 +164,6 @@ class Experiment:
         """The source of the data, as text for people: its path, or the recipe that generates it."""
         path = self.config.data.model_dump().get("path")
         return str(path) if path else f"built in, recipe {self.config.recipe}"
-
-
-def _other_values(run: Run, changed: Mapping[str, str]) -> UserError:
-    return UserError(
-        f"--resume: run {run.folder.name} was started with other values "
-        f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
-    )
 
 
 def choose_engine(config: ExperimentConfig) -> Engine:

@@ -40,12 +40,12 @@ class RunPage(Page):
 
     DEPTH: ClassVar[int] = 2
 
-    run_id: str
-    attempt: int
-    config: dict[str, Any]
+    run_id: str = ""
+    attempt: int = 0
+    config: dict[str, Any] = Field(default_factory=dict)
     devices: str = "auto"
-    prepared: str
-    data_digest: str
+    prepared: str = ""
+    data_digest: str = ""
     links: dict[str, str] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     created: str

@@ -11,7 +11,7 @@ import torch
 
 from dphybrid.cluster.launch import OUTCOME, Outcome, asked_from_outside
 from dphybrid.cluster.rank_engine import RankEngine
-from dphybrid.cluster.ranks import LostRanks, Ranks, joined
+from dphybrid.cluster.ranks import LostRanks, joined
 from dphybrid.config.settings import load_settings
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, read_run
@@ -30,27 +30,23 @@ def _be_a_rank(run: Run) -> None:
         asked_from_outside(stop, run.folder),
         joined(settings.cluster_timeout_s, device, run.folder) as ranks,
     ):
-        outcome = _train(run, stop, ranks)
+        outcome = Outcome(state="trained")
+        try:
+            if ranks.size != (wanted := run.config.cluster.ranks):
+                raise UserError(
+                    f"torchrun started {ranks.size} ranks, but run {run.folder.name} has "
+                    f"cluster.ranks={wanted}; set --nnodes and --nproc-per-node accordingly"
+                )
+            train_here(replace(Experiment.of(run), engine=RankEngine(run.config, ranks)), stop)
+        except UserError as error:
+            outcome = Outcome(state="refused", words=str(error))
+        except Interrupted as interruption:
+            outcome = Outcome(state="stopped", words=str(interruption))
         # A rank that refuses the run must write the outcome itself: the other ranks only see it end.
         if ranks.leads or outcome.state == "refused":
             outcome.write(run.folder / OUTCOME)
         if outcome.state != "refused":
             torch.distributed.barrier()
-
-
-def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
-    try:
-        if ranks.size != (wanted := run.config.cluster.ranks):
-            raise UserError(
-                f"torchrun started {ranks.size} ranks, but run {run.folder.name} has cluster.ranks={wanted}; "
-                "set --nnodes and --nproc-per-node accordingly"
-            )
-        train_here(replace(Experiment.of(run), engine=RankEngine(run.config, ranks)), stop)
-    except UserError as error:
-        return Outcome(state="refused", words=str(error))
-    except Interrupted as interruption:
-        return Outcome(state="stopped", words=str(interruption))
-    return Outcome(state="trained")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,35 +10,40 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
 
-class ResultPage(Page):
-    """`result.json`: the results of training.
+class TrainedPage(Page):
+    """What results and report share.
 
     Attributes:
-        checkpoint: The latest one.
-        step_ms: Times of the steps with a full batch; there are steps_timed of them.
+        step_ms: Times of the steps with a full batch.
         stages: Seconds.
         saving: What the checkpoints cost.
         splits: The rows that each replica received.
         split_lines: The same as printed.
     """
 
+    best_checkpoint: str
+    step_ms: dict[str, float]
+    stages: dict[str, float]
+    saving: SavingCosts = SavingCosts()
+    splits: list[SplitRow]
+    split_lines: list[str]
+
+
+class ResultPage(TrainedPage):
+    """`result.json`: the results of training. checkpoint: the latest one. steps_timed: how many steps
+    `step_ms` is about."""
+
     DEPTH: ClassVar[int] = 2
 
     checkpoint: str
-    best_checkpoint: str
     steps: int
     epochs: int
     devices: str
     system: dict[str, float]
     history: list[dict[str, float]]
     best_value: float | None
-    step_ms: dict[str, float]
     steps_timed: int
-    stages: dict[str, float]
     steps_per_epoch: int
-    saving: SavingCosts = SavingCosts()
-    splits: list[SplitRow]
-    split_lines: list[str]
 
     @classmethod
     def before(cls, run_folder: Path) -> Self | None:
@@ -60,16 +65,15 @@ class MetricsPage(Page):
     charts: list[Chart | Confusion] = Field(default_factory=list)
 
 
-class Report(Page):
+class Report(TrainedPage):
     """The report of a run; `--report FILE` writes it as JSON.
 
     Attributes:
-        stages: Seconds.
         stages_ms: Milliseconds of an average step.
-        saving: What the checkpoints cost.
         beside: The comparison with the baseline, as text.
         page: Its file.
         registered_as: "" if the model is not in the registry; not_registered then says why.
+        text: The lines that a training prints at its end.
     """
 
     run_name: str
@@ -81,17 +85,11 @@ class Report(Page):
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
     beside: str = ""
-    best_checkpoint: str
     latest_checkpoint: str
     page: str = ""
     registered_as: str
     not_registered: str = ""
-    splits: list[SplitRow]
-    split_lines: list[str]
-    stages: dict[str, float]
     stages_ms: dict[str, float] = Field(default_factory=dict)
-    saving: SavingCosts = SavingCosts()
-    step_ms: dict[str, float]
     warnings: list[str]
     digests: dict[str, str]
-    text: str
+    text: str = ""

@@ -15,7 +15,7 @@ from dphybrid.data.store import PARTS
 from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
-from dphybrid.run.pages import MetricsPage, Report, ResultPage
+from dphybrid.run.pages import MetricsPage, Report, ResultPage, TrainedPage
 from dphybrid.tracking.html import Line, bars, html_of, lines, matrix
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
@@ -37,23 +37,18 @@ _WIDTH = 80
 def report_run(experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
     run, engine, task = experiment.run, experiment.engine, experiment.task
-    folder, config = run.folder, experiment.config
+    folder, name = run.folder, experiment.config.checkpoint.register_as or ""
     result, evaluated = ResultPage.read(folder / "result.json"), MetricsPage.read(folder / "metrics.json")
+    best = Path(result.best_checkpoint)
+    in_first_split = sum(row.number == 1 for row in result.splits)
+    replicas = engine.num_parts(result.devices, in_first_split)
+    in_step = {stage: s for stage, s in result.stages.items() if stage not in NOT_A_STEP}
     # Closed whatever happens: an open tracker holds the record, and a run resumed in this process could not
     # send its records.
     with closing(attached(run)) as tracker:
-        name, not_registered = config.checkpoint.register_as or "", ""
-        if name:
-            not_registered = tracker.register(
-                name, checkpoint_uid(Path(result.best_checkpoint)), "challenger"
-            )
-        state = read_state(Path(result.best_checkpoint))
-        in_step = {stage: s for stage, s in result.stages.items() if stage not in NOT_A_STEP}
-        replicas = engine.num_parts(
-            result.devices, in_first_split=sum(row.number == 1 for row in result.splits)
-        )
-        table = [row.table_row() for row in result.splits]
+        refused = tracker.register(name, checkpoint_uid(best), "challenger") if name else ""
         report = Report(
+            **{field: getattr(result, field) for field in TrainedPage.model_fields},
             run_name=folder.name,
             devices=engine.shown_devices(result.devices),
             run_id=run.page.run_id,
@@ -64,27 +59,22 @@ def report_run(experiment: Experiment) -> Report:
             metrics=evaluated.metrics,
             test=evaluated.test,
             beside=_beside(evaluated, task),
-            best_checkpoint=result.best_checkpoint,
             latest_checkpoint=result.checkpoint,
-            page=str(tracker.page) if tracker.page else "",
-            registered_as="" if not_registered else name,
-            not_registered=f"{name}: {not_registered}" if not_registered else "",
-            splits=result.splits,
-            split_lines=result.split_lines,
-            stages=result.stages,
+            page=str(tracker.page or ""),
+            registered_as="" if refused else name,
+            not_registered=f"{name}: {refused}" if refused else "",
             stages_ms={s: 1e3 * t / result.steps_timed for s, t in in_step.items() if result.steps_timed},
-            step_ms=result.step_ms,
-            saving=result.saving,
-            warnings=balance_warnings(table, replicas, result.system, result.stages),
-            digests={"data": run.page.data_digest, **state.digests},
-            text="",
+            warnings=balance_warnings(
+                [row.table_row() for row in result.splits], replicas, result.system, result.stages
+            ),
+            digests={"data": run.page.data_digest, **read_state(best).digests},
         )
         report = report.model_copy(update={"text": _closing_words(report)})
         report.write(folder / "report.json", ResultPage.DEPTH)
         tracker.log_summary(_summary(report, experiment))
         if run.page.run_id:  # without a record, nobody would see the page: do not draw it
             tracker.log_file(folder / "report.json", "")
-            tracker.log_text("config.json", config.model_dump_json(indent=1))
+            tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
             tracker.log_bytes(REPORT_PAGE, report_page(experiment, report).encode())
             tracker.set_description(_description(experiment, report))
             # MLflow's list of runs shows this tag, in the column Source, and metrics only if asked to.
@@ -96,14 +86,12 @@ def report_run(experiment: Experiment) -> Report:
 
 def _beside(evaluated: MetricsPage, task: Task) -> str:
     """Return a text that compares the run with its baseline in the task's deciding metric."""
-    sign, own = 1 if task.higher_is_better else -1, evaluated.metrics[task.metric]
-    values = {which: metrics[task.metric] for which, metrics in evaluated.baselines.items()}
-    gains = {which: sign * (own - value) for which, value in values.items()}
-    words = [
-        f"{which} {task.metric} {metric_text(values[which])} "
-        f"(this run is {metric_text(abs(gain))} {'better' if gain >= 0 else 'WORSE'})"
-        for which, gain in gains.items()
-    ]
+    words = []
+    for which, metrics in evaluated.baselines.items():
+        gain = evaluated.metrics[task.metric] - metrics[task.metric]
+        better = "better" if gain * (1 if task.higher_is_better else -1) >= 0 else "WORSE"
+        verdict = f"(this run is {metric_text(abs(gain))} {better})"
+        words.append(f"{which} {task.metric} {metric_text(metrics[task.metric])} {verdict}")
     return ", ".join(words)
 
 
@@ -115,38 +103,39 @@ def _facts(report: Report) -> dict[str, str]:
 
     chosen = "" if report.test else " (which chose the epoch)"
     facts = {"Test": numbers(report.test), "Validation": numbers(report.metrics) + chosen}
-    facts |= {"Baseline": report.beside}
+    facts["Baseline"] = report.beside
     full = [row for row in report.splits if row.number == 1]  # of the first batch, which is full
     rows = [row.rows for row in full if row.block == full[0].block]
     if len(rows) > 1:
         parts = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
         facts["Split"] = f"{full[0].batch_rows} rows on {len(rows)} devices: {parts}"
-    total = sum(report.stages.values()) or 1.0
-    if largest := sorted(report.stages.items(), key=lambda stage: -stage[1])[:3]:
-        step = f"; {report.step_ms['p50']:.3g} ms a step (median)" if report.step_ms else ""
-        facts["Time"] = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest) + step
+    total, longest = sum(report.stages.values()) or 1.0, list(report.stages.items())[:3]
+    facts["Time"] = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in longest)
+    if report.step_ms:
+        facts["Time"] += f"; {report.step_ms['p50']:.3g} ms a step (median)"
     facts |= {f"Note {k}" if k > 1 else "Note": text for k, text in enumerate(report.warnings, start=1)}
-    facts |= {"Registered": report.registered_as and f"models:/{report.registered_as}@challenger"}
-    facts |= {"NOT registered as": report.not_registered}
+    facts["Registered"] = report.registered_as and f"models:/{report.registered_as}@challenger"
+    name, _, why = report.not_registered.partition(": ")
+    facts[f"NOT registered as {name}"] = why
     return {name: text for name, text in facts.items() if text}
 
 
 def _closing_words(report: Report) -> str:
     """Return the lines for the terminal: of 80 columns, where a long word, such as a path, stays whole."""
 
-    def filled(name: str, text: str) -> str:
-        line = f"{name + ':':<12} {text}".replace("NOT registered as:", "NOT registered as")
+    def filled(text: str) -> str:
+        indent = " " * 13
         return textwrap.fill(
-            line, _WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
+            text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
 
-    words = ["", *(filled(name, text) for name, text in _facts(report).items())]
+    words = [filled(f"{name + ':':<12} {text}") for name, text in _facts(report).items()]
     words += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
     if not report.ui_command.endswith(f" {shlex.quote(report.run_name)}"):
         words += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     words += [f"Checkpoint:  {report.best_checkpoint}"]
     words += [f"Report:      {report.page}"] if report.page != report.ui_command else []
-    return "\n".join(words)
+    return "\n".join(["", *words])
 
 
 def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
@@ -189,32 +178,34 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
 def _description(experiment: Experiment, report: Report) -> str:
     """Return the report as Markdown, for the run's description in MLflow: what, results, floor and doubts in
     four lines that wrap, then blocks of 80 columns: a wider one would push the metrics off the page."""
-    data, facts, texts = experiment.data, _facts(report), _texts(experiment, report)
-    (what, _), *blocks = texts.items()
+    data, facts = experiment.data, _facts(report)
+    (what, _), *blocks = _texts(experiment, report).items()
     rows = ", ".join(
         f"{len(data.dataset(part)):,} {verb}" for part, verb in PARTS.items() if part in data.parts
     )
-    not_registered = [f"NOT registered as {report.not_registered}"] * bool(report.not_registered)
-    lines = {
+    doubts = [
+        *report.warnings,
+        *([f"NOT registered as {report.not_registered}"] * bool(report.not_registered)),
+    ]
+    summary = {
         "What": f"{what}; {data.manifest.description[0].strip()}; {rows}",
         "Results": "; ".join(f"{name} {facts[name]}" for name in ("Test", "Validation") if name in facts),
         "Floor": report.beside or "none",
-        "Doubts": " ".join([*report.warnings, *not_registered]) or "none",
+        "Doubts": " ".join(doubts) or "none",
     }
     # Addresses may come from others; MLflow's page would run `javascript:` in one.
     links = experiment.run.page.links.items()
     parts = [f"{as_markdown(name)}: <{to}>" for name, to in links if to.startswith(("http://", "https://"))]
-    parts.append("\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in lines.items()))
+    parts.append("\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in summary.items()))
     for title, text in blocks:
-        # Three backticks in a column's name would end the code block.
-        escaped = printable(text).replace("```", "` ` `")
-        kept = [part for line in escaped.splitlines() for part in _folded(line, title)]
         if title == "How batches were split":
-            kept[:0] = [*_folded(facts.get("Time", ""), title)]
-        if (more := len(kept) - _MOST_LINES) > 0:
-            kept[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
-        shown = "\n".join(kept)
-        parts += [f"### {as_markdown(title)}\n\n```\n{shown}\n```"] if shown else []
+            text = f"{facts.get('Time', '')}\n{text}"
+        # Three backticks in a column's name would end the code block.
+        escaped = printable(text).replace("```", "` ` `").strip("\n")
+        shown = [part for line in escaped.splitlines() for part in _folded(line, title)]
+        if (more := len(shown) - _MOST_LINES) > 0:
+            shown[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
+        parts += ["### {}\n\n```\n{}\n```".format(as_markdown(title), "\n".join(shown))] if shown else []
     return "\n\n".join(parts)
 
 
@@ -226,21 +217,21 @@ def _folded(line: str, title: str) -> list[str]:
     if title != "Reproduce":
         return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", drop_whitespace=False) or [""]
     first, *flags = line.split(" --")
-    lines = [first]
+    folded = [first]
     for flag in flags:
-        if len(lines[-1]) + len(flag) > _WIDTH - 5:
-            lines[-1] += " \\"
-            lines.append(f"  --{flag}")
+        if len(folded[-1]) + len(flag) > _WIDTH - 5:
+            folded[-1] += " \\"
+            folded.append(f"  --{flag}")
         else:
-            lines[-1] += f" --{flag}"
-    return lines
+            folded[-1] += f" --{flag}"
+    return folded
 
 
 def report_page(experiment: Experiment, report: Report) -> str:
     """Return the report of a finished run as one HTML page: the same texts, and figures."""
     folder = experiment.run.folder
     history = ResultPage.read(folder / "result.json").history
-    evaluated = MetricsPage.read(folder / "metrics.json")
+    charts = MetricsPage.read(folder / "metrics.json").charts
     kept = step_of(Path(report.best_checkpoint))
     curves = []
     for name in history[0] if history else ():
@@ -252,14 +243,12 @@ def report_page(experiment: Experiment, report: Report) -> str:
     total = sum(report.stages.values()) or 1.0
     times = {
         f"{name}  {seconds:.2f} s, {seconds / total:.0%}": seconds
-        for name, seconds in sorted(report.stages.items(), key=lambda stage: -stage[1])
+        for name, seconds in report.stages.items()
         if seconds > 0.005 * total
     }
     figures = {
         "How it learned": curves,
-        f"What it predicts: {'test' if report.test else 'validation'} rows": [
-            chart_figure(chart) for chart in evaluated.charts
-        ],
+        f"What it predicts: {'test' if report.test else 'validation'} rows": list(map(chart_figure, charts)),
         "Where time went": [bars(times, "seconds")],
     }
     return html_of(report.run_name, _texts(experiment, report), figures)

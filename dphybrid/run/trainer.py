@@ -1,5 +1,5 @@
-"""Trains a built run in this process: builds the model and its optimizers, loads the checkpoint, makes the
-session, trains, and writes the results, `result.json`."""
+"""Trains a run in this process: builds the model and its optimizers, loads the checkpoint, makes the session,
+trains, and writes the results, `result.json`."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,26 +45,63 @@ from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
 
 
+def build_trained(experiment: Experiment) -> Trained:
+    """Build the model and its optimizers in this process; find the checkpoint that will fill them. Raises
+    UserError when they do not fit into memory."""
+    config, engine, built = experiment.config, experiment.engine, experiment.built
+    devices = _set_up_process(experiment)
+    if experiment.found and engine.leads:
+        built.checkpoint = _newest_checkpoint(experiment.found)
+    # Rows that a checkpoint will fill need no initial values, which take long to draw for a large table.
+    filled = bool(built.checkpoint or config.train.warm_start)
+    with engine.new_tables(filled):
+        model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
+    engine.place(model)
+    tables, table = find_tables(model), config.table
+    decay = table.weight_decay
+    rows = row_optimizer(table.optimizer, tables, lr=table.lr, weight_decay=decay) if tables else None
+    blocks = experiment.recipe.optimizers(model, config)
+    dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
+    built.trained = Trained(model, dense, rows, Progress(), blocks)
+    for optimizer in blocks.values() if config.train.average else ():
+        keep_average(optimizer, config.train.average)
+    return built.trained
+
+
+def _set_up_process(experiment: Experiment) -> Devices:
+    """Set the process up for training; return its devices."""
+    if threads := experiment.settings.threads:
+        torch.set_num_threads(threads)
+    keep_freed_memory()
+    devices = experiment.engine.devices(experiment.devices)
+    start_on(devices)
+    return devices
+
+
+def _newest_checkpoint(run: Run) -> Path | None:
+    """Return the checkpoint to resume from, None for a new run; see `newest_whole_checkpoint`."""
+    # Remove the partial files of a killed process. This process holds the run's lock, so nobody writes them.
+    for folder in (run.folder, run.checkpoints, run.folder / "record"):
+        clear_leftovers(folder)
+    return newest_whole_checkpoint(run.checkpoints)
+
+
 def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Callback] = ()) -> ResultPage:
-    """Train a built run; return the page `result.json`. Raises as `run.train.train_run` does."""
-    run, engine = experiment.run, experiment.engine
+    """Train a built run; return the page `result.json`. Raises as `run.job.train_run` does."""
+    run, engine, config, built = experiment.run, experiment.engine, experiment.config, experiment.built
     # Compare each file with its checksum: data damaged on disk since preparation would train another model.
     if experiment.data.reused:  # else this process has just written the files with their checksums
         experiment.recipe.open(experiment.data.path, verified=True)
-    devices = set_up_process(experiment)
-    done = newest_checkpoint(run) if engine.leads else None
-    filled, built = bool(done or experiment.config.train.warm_start), experiment.built
-    trained, built.trained = built.trained, None
-    # Built when the run was: unless its newest checkpoints turn out to be damaged, as it then needs start
-    # values.
-    if trained is None or built.filled != filled:
-        trained = build_trained(experiment, devices, filled)
+    devices = _set_up_process(experiment)
+    make_folder(run.checkpoints)
+    trained = built.trained or build_trained(experiment)  # a rank has not built it yet
+    done, built.trained = built.checkpoint, None
     # Otherwise dropout masks would depend on how many initial values were drawn.
-    torch.manual_seed(experiment.config.train.seed)
+    torch.manual_seed(config.train.seed)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
     # One process reads the checkpoint, and the engine passes the states on to the others.
-    fills = engine.leads and (done or experiment.config.train.warm_start)
-    states = engine.read(trained, partial(fill, trained, experiment, saver, done) if fills else None) or {}
+    fills = engine.leads and (done or config.train.warm_start)
+    states = engine.read(trained, partial(_fill, trained, experiment, saver, done) if fills else None) or {}
     engine.obey(stop, f"after step {trained.progress.step}; --resume continues it")
     # Only one process of a run records; the others get the base Tracker, which discards everything.
     record = attached(run) if engine.leads else Tracker()
@@ -99,96 +136,7 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
     return result
 
 
-@contextmanager
-def _threads(experiment: Experiment, devices: Devices) -> Iterator[None]:
-    """While the block runs, blocks on the CPU compute with the recipe's number of threads, unless the
-    settings give one."""
-    before, wanted = torch.get_num_threads(), experiment.recipe.threads(experiment.config)
-    if wanted and not experiment.settings.threads and devices.home.type == "cpu":
-        torch.set_num_threads(min(before, wanted))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> ResultPage:
-    """Return the results of a training; after an interruption, those so far. system: means of the system
-    metrics."""
-    progress, folder = session.trained.progress, session.checkpoints
-    done = complete_checkpoints(folder)
-    best = best_checkpoint(done, progress, session.task)
-    stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
-    # A process killed between its last step and its report is resumed by one that takes no step to time.
-    before = ResultPage.before(folder.parent)
-    step_ms = before.step_ms if before and before.steps == progress.step else {}
-    return ResultPage(
-        checkpoint=str(done[-1]) if done else "",
-        best_checkpoint=str(best or ""),
-        steps=progress.step,
-        epochs=progress.epoch,
-        devices=session.facts["devices"],
-        system=system,
-        history=progress.history,
-        best_value=progress.best_value,
-        step_ms=times.summary() or step_ms,
-        steps_timed=times.count,
-        stages={name: round(seconds, 6) for name, seconds in stages},
-        saving=session.saver.costs,
-        steps_per_epoch=steps_of_epoch(session),
-        splits=session.splits.rows(),
-        split_lines=session.splits.lines,
-    )
-
-
-def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
-    """Write the results; record which rows each replica received, as printed and as a table."""
-    text = "\n".join(result.split_lines) + "\n"
-    write_text(run.folder / "splits.txt", text)
-    result.write(run.folder / "result.json")
-    tracker.log_text("splits.txt", text)
-    tracker.log_table("split_shapes.json", [row.table_row() for row in result.splits])
-
-
-def set_up_process(experiment: Experiment) -> Devices:
-    """Set the process up for training; return its devices."""
-    if threads := experiment.settings.threads:
-        torch.set_num_threads(threads)
-    keep_freed_memory()
-    devices = experiment.engine.devices(experiment.devices)
-    start_on(devices)
-    return devices
-
-
-def newest_checkpoint(run: Run) -> Path | None:
-    """Return the checkpoint to resume from, None for a new run; see `newest_whole_checkpoint`."""
-    make_folder(run.checkpoints)
-    # Remove the partial files of a killed process. This process holds the run's lock, so nobody writes them.
-    for folder in (run.folder, run.checkpoints, run.folder / "record"):
-        clear_leftovers(folder)
-    return newest_whole_checkpoint(run.checkpoints)
-
-
-def build_trained(experiment: Experiment, devices: Devices, filled: bool) -> Trained:
-    """Build the model and its optimizers. filled: whether a checkpoint will fill them. Raises UserError when
-    they do not fit into memory."""
-    config, engine = experiment.config, experiment.engine
-    # Rows that a checkpoint will fill need no initial values, which take long to draw for a large table.
-    with engine.new_tables(filled):
-        model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
-    engine.place(model)
-    tables, table = find_tables(model), config.table
-    decay = table.weight_decay
-    rows = row_optimizer(table.optimizer, tables, lr=table.lr, weight_decay=decay) if tables else None
-    blocks = experiment.recipe.optimizers(model, config)
-    dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
-    trained = Trained(model, dense, rows, Progress(), blocks)
-    for optimizer in blocks.values() if config.train.average else ():
-        keep_average(optimizer, config.train.average)
-    return trained
-
-
-def fill(
+def _fill(
     trained: Trained, experiment: Experiment, saver: CheckpointWriter, done: Path | None
 ) -> Mapping[str, Any]:
     """Fill `trained` from the checkpoint `done`, or else from train.warm_start; return the saved states, by
@@ -287,3 +235,54 @@ def make_session(
         # Checkpoints that the results of an earlier process name stay.
         named={step_of(Path(path)) for path in named if path},
     )
+
+
+@contextmanager
+def _threads(experiment: Experiment, devices: Devices) -> Iterator[None]:
+    """While the block runs, blocks on the CPU compute with the recipe's number of threads, unless the
+    settings give one."""
+    before, wanted = torch.get_num_threads(), experiment.recipe.threads(experiment.config)
+    if wanted and not experiment.settings.threads and devices.home.type == "cpu":
+        torch.set_num_threads(min(before, wanted))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> ResultPage:
+    """Return the results of a training; after an interruption, those so far. system: means of the system
+    metrics."""
+    progress, folder = session.trained.progress, session.checkpoints
+    done = complete_checkpoints(folder)
+    best = best_checkpoint(done, progress, session.task)
+    stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
+    # A process killed between its last step and its report is resumed by one that takes no step to time.
+    before = ResultPage.before(folder.parent)
+    step_ms = before.step_ms if before and before.steps == progress.step else {}
+    return ResultPage(
+        checkpoint=str(done[-1]) if done else "",
+        best_checkpoint=str(best or ""),
+        steps=progress.step,
+        epochs=progress.epoch,
+        devices=session.facts["devices"],
+        system=system,
+        history=progress.history,
+        best_value=progress.best_value,
+        step_ms=times.summary() or step_ms,
+        steps_timed=times.count,
+        stages={name: round(seconds, 6) for name, seconds in stages},
+        saving=session.saver.costs,
+        steps_per_epoch=steps_of_epoch(session),
+        splits=session.splits.rows(),
+        split_lines=session.splits.lines,
+    )
+
+
+def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
+    """Write the results; record which rows each replica received, as printed and as a table."""
+    text = "\n".join(result.split_lines) + "\n"
+    write_text(run.folder / "splits.txt", text)
+    result.write(run.folder / "result.json")
+    tracker.log_text("splits.txt", text)
+    tracker.log_table("split_shapes.json", [row.table_row() for row in result.splits])

@@ -20,7 +20,8 @@ from torch import Tensor
 from dphybrid.cluster.launch import rank_environment, run_ranks
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import build_run, prepare_data
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.job import build_run, prepare_data
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 from tests.conftest import REPOSITORY
@@ -69,10 +70,9 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         write_clicks(clicks)
     config = load_config(None, [*BASE, *SMALL, f"data.path={clicks}", *values])
-    experiment = prepare_data(config, settings)
-    if resume:
-        experiment = experiment.resuming(resume)
-    with build_run(replace(experiment, devices=config.devices), run_name=name) as begun:
+    resumed = Experiment.continuing(resume, config, settings) if resume else None
+    experiment = replace(resumed or prepare_data(config, settings), devices=config.devices)
+    with build_run(experiment, run_name=name) as begun:
         return str(begun.run.folder)
 
 

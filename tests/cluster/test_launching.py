@@ -8,8 +8,8 @@ import pytest
 
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.job import run_job
 from dphybrid.run.pages import Report
-from dphybrid.run.train import run_job
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.cluster.launching import (
     BASE,

@@ -14,7 +14,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import prepare_data
+from dphybrid.run.job import prepare_data
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
 from tests.preparing import prepare

@@ -13,8 +13,8 @@ from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
+from dphybrid.run.job import evaluate_run, run_job, train_run
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.train import evaluate_run, run_job, train_run
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state

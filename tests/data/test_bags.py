@@ -15,7 +15,7 @@ from dphybrid.data.table.values import PADDING_ID
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report
 from dphybrid.run.trainer import warm_start
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor

@@ -35,7 +35,7 @@ RUN = """
 import json
 import flows.train_hybrid, mlflow  # what a flow's process has loaded
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from dphybrid.config.settings import load_settings
 from dphybrid.training import saving
 

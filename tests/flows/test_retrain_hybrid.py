@@ -78,7 +78,7 @@ def test_three_days_of_data(
     page = tmp_path / "config.json"
     page.write_text(config(days).model_dump_json())
     with monkeypatch.context() as context:
-        context.setattr("dphybrid.run.train.giving_way", giving_way)
+        context.setattr("dphybrid.run.job.giving_way", giving_way)
         assert main(["--config", str(page)]) == os.EX_TEMPFAIL
     write_day(days, 2, range(40))  # of which the run that goes on knows nothing
     capsys.readouterr()

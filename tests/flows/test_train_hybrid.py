@@ -23,7 +23,7 @@ from prefect.settings import (
 )
 
 from dphybrid.orchestration import embedded
-from dphybrid.run import train as job
+from dphybrid.run import job
 from flows import train_hybrid
 from tests.commands import command
 from tests.flows.servers import REPOSITORY, environment

@@ -18,7 +18,7 @@ from dphybrid.gpus.leases import (
     try_lease,
 )
 from dphybrid.recipes.configs import build_config
-from dphybrid.run.train import prepare_data
+from dphybrid.run.job import prepare_data
 from dphybrid.util.alive import LOCK, holding
 from dphybrid.util.files import check_target, own_folder
 from tests.fake_nvml import stand_in

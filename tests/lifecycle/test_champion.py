@@ -25,8 +25,8 @@ from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, 
 from dphybrid.lifecycle.retrain import plan_retraining, retraining
 from dphybrid.recipes.configs import apply_overrides, build_config
 from dphybrid.run.folder import Run, attached, read_run
+from dphybrid.run.job import run_job
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.train import run_job
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.training.saving import checkpoint_uid

@@ -16,7 +16,7 @@ from dphybrid.lifecycle.champion import decide_waiting, judge
 from dphybrid.lifecycle.retrain import plan_retraining, retraining
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import CHAMPION_TAG
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from dphybrid.util.stop import StopRequest
 from tests.commands import command
 from tests.stores import put_database

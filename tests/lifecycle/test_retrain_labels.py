@@ -14,7 +14,7 @@ from dphybrid.lifecycle import retrain
 from dphybrid.lifecycle.champion import Decision, judge, open_registry
 from dphybrid.lifecycle.retrain import plan_retraining, stopped_retraining
 from dphybrid.recipes.configs import build_config, load_config
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from dphybrid.tracking.models import Version
 from dphybrid.tracking.record import RecordFile
 from tests.commands import run_with

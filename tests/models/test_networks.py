@@ -20,7 +20,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DCN, DLRM, SideBySide, Sizes
 from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.recipes.text.model import IGNORED
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from tests.commands import run_with
 from tests.preparing import prepare
 

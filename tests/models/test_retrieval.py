@@ -19,8 +19,7 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.ranking import recall_and_ndcg
-from dphybrid.run.pages import ResultPage
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report, ResultPage
 from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.preparing import prepare

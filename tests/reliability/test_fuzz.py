@@ -25,8 +25,8 @@ from dphybrid.orchestration.setup import check
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
+from dphybrid.run.job import prepare_data
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
-from dphybrid.run.train import prepare_data
 from dphybrid.tracking.copier import Copier
 from dphybrid.tracking.record import RecordFile, destination, of_metrics
 from dphybrid.training.checkpoint import CheckpointState

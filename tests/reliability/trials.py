@@ -20,8 +20,8 @@ from dphybrid.data.table import source as _source
 from dphybrid.recipes import ctr as _click_models
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import all_runs
+from dphybrid.run.job import run_job
 from dphybrid.run.pages import Report, ResultPage
-from dphybrid.run.train import run_job
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json

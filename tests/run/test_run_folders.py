@@ -83,7 +83,7 @@ def test_the_latest_run_is_the_last_one_whatever_the_clock_said(
         def now(cls, tz: Any = None) -> datetime:
             return datetime(2001, 1, 1, tzinfo=tz)
 
-    monkeypatch.setattr("dphybrid.run.build.datetime", Earlier)
+    monkeypatch.setattr("dphybrid.run.job.datetime", Earlier)
     run_with(*TOY, run_name="second")
     settings = load_settings()
     assert named_run(settings, "latest", "toy").folder.name == "second"
@@ -127,11 +127,11 @@ def test_an_installed_package_takes_no_commit_of_the_repository_around_it(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "files")
     for place in ("installed", "checkout"):
         if place == "installed":
-            monkeypatch.setattr("dphybrid.run.build.__file__", str(installed / "build.py"))
+            monkeypatch.setattr("dphybrid.run.job.__file__", str(installed / "job.py"))
         else:
             (tmp_path / "work" / "venv").rename(tmp_path / "venv")
             (tmp_path / "venv" / "dphybrid").rename(tmp_path / "work" / "dphybrid")
-            monkeypatch.setattr("dphybrid.run.build.__file__", str(tmp_path / "work/dphybrid/run/build.py"))
+            monkeypatch.setattr("dphybrid.run.job.__file__", str(tmp_path / "work/dphybrid/run/job.py"))
         run_with(*TOY, run_name=place)
         tags = [line["values"] for line, _ in read(data_dir / "runs" / place) if line["op"] == "tags"]
         assert any("mlflow.source.git.commit" in values for values in tags) == (place == "checkout")

@@ -40,7 +40,7 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
         counted.append(len(data))
         return outputs(model, data, *more)
 
-    monkeypatch.setattr("dphybrid.run.train.validation_outputs", counting)
+    monkeypatch.setattr("dphybrid.run.job.validation_outputs", counting)
     monkeypatch.setattr("dphybrid.training.loop.validation_outputs", counting)
     rows, held = table(500, 0), table(150, 1)
     run = dphybrid.train(rows, test=held, label="y", epochs=2, devices="cpu", quiet=True)

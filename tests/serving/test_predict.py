@@ -21,8 +21,7 @@ from dphybrid.data.table.values import MISSING_ID, UNKNOWN_ID
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import build_config
-from dphybrid.run.pages import ResultPage
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report, ResultPage
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor, print_predictions
 from dphybrid.training.checkpoint import Progress, Trained

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal
 from dphybrid.run.folder import Run
-from dphybrid.run.train import Around
+from dphybrid.run.job import Around
 from dphybrid.tracking.record import RecordFile, of_metrics
 from dphybrid.util.alive import holding, lives, process_name
 from dphybrid.util.locks import is_held
@@ -69,19 +69,16 @@ def test_a_run_is_running_from_its_folder_to_its_report(data_dir: Path, unrecord
 
         def step(self, name: str, work: Callable[[], object]) -> object:
             done = work()
-            if name in ("train", "evaluate"):
+            if name in ("train", "evaluate", "report"):
                 self.look(name)
             return done
-
-        def reported(self, report: object) -> None:
-            self.look("reported")
 
         def look(self, when: str) -> None:
             kept = plan_removal(settings, [self.run.folder.name]).kept
             said.append((when, self.run.status, kept[self.run.folder.name]))
 
     run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run", around=Looking())
-    assert said == [(when, "running", "it is running") for when in ("built", "train", "evaluate", "reported")]
+    assert said == [(when, "running", "it is running") for when in ("built", "train", "evaluate", "report")]
     assert "run: removed" in command("runs", "remove", "run", "--yes")
 
 

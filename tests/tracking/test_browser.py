@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.cli.compare import curves
 from dphybrid.config.settings import Settings
 from dphybrid.run.folder import all_runs
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report
 from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.tracking.conftest import MlflowServer

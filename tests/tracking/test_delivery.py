@@ -12,7 +12,8 @@ from mlflow.tracking import MlflowClient
 from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import Report, run_job
+from dphybrid.run.job import run_job
+from dphybrid.run.pages import Report
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile, destination, give_address, of_metrics, waits

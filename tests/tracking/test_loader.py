@@ -13,7 +13,7 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import read_run
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.digests import file_digest, value_digest
 from tests.commands import run_with

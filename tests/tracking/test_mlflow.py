@@ -12,8 +12,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from dphybrid.run import build
-from dphybrid.run.train import Report
+from dphybrid.run import job
+from dphybrid.run.pages import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.loader import checkpoint_folder
@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowCl
 def test_the_version_of_torch_names_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package on PyPI is called 2.13.0, and its build 2.13.0+cu130."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert build._environment_tags()["version.torch"] == "2.13.0+cu130"
+    assert job._environment_tags()["version.torch"] == "2.13.0+cu130"
 
 
 def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, MlflowClient]) -> None:

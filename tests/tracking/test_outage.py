@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.train import run_job
+from dphybrid.run.job import run_job
 from dphybrid.tracking import open_tracker, waiting
 from tests.commands import command, python, run_with
 from tests.refusing import refused

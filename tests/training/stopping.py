@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.commands import run_with

@@ -26,7 +26,7 @@ from dphybrid.embedding import (
 from dphybrid.parallel import DataParallel
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
-from dphybrid.run.train import build_run, evaluate_run
+from dphybrid.run.job import build_run, evaluate_run
 from dphybrid.serving.load import load_model, model_from_checkpoint
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.training.checkpoint import (
@@ -313,7 +313,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     links, tags = {"flow run": "http://127.0.0.1/1"}, {"team": "a"}
     with monkeypatch.context() as patch:
         linked = lambda *given, **named: build_run(*given, **named | {"links": links})  # noqa: E731
-        patch.setattr("dphybrid.run.train.build_run", linked)
+        patch.setattr("dphybrid.run.job.build_run", linked)
         report = run_with(*OPTIONS, run_name="run", tags=tags)
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")

@@ -14,8 +14,8 @@ from dphybrid.embedding import HostEmbedding, clip_grad_norm_, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.job import run_job
 from dphybrid.run.pages import Report
-from dphybrid.run.train import run_job
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.finite import not_finite

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dphybrid.embedding import RowSGD
-from dphybrid.run.train import Report
+from dphybrid.run.pages import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking.tracker import CONTINUES_TAG
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state

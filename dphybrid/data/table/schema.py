@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from dphybrid.config import Section
+from dphybrid.config import Section, described
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig, bag_of
 from dphybrid.data.table.kinds import KINDS, Column
 from dphybrid.util.errors import UserError, plain_words
@@ -65,6 +65,7 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
     ]
     for column in columns:
         lines += ["", f"[columns.{toml_text(column.name)}]", f'role = "{column.role}"']
+        described(type(column))
         for key, field in column.options().items():
             value = getattr(column, key)
             used = value is not None and value != field.get_default(call_default_factory=True)

@@ -1,7 +1,7 @@
 """Recipe kge: knowledge-graph embeddings, which complete triples (head, relation, tail)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 class KgeDataConfig(DelimitedFiles):
     """The triples, and the entities that answers compete with in training."""
-
-    required: ClassVar[frozenset[str]] = frozenset({"path"})
 
     path: str | None = None
     """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file. Delimited text,
