@@ -43,36 +43,33 @@ def field_types(recipe: str = DEFAULT) -> dict[str, FieldInfo]:
 def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     """Return the message for a field that a recipe's config does not have, with the field that was probably
     meant. flags: all flags of the command, where `name` is an unknown flag."""
-    bare = name.lstrip("-").replace("-", "_")
+    (section, _, leaf), known = _parts(name), flags or list(field_types(recipe))
+    bare = f"{section}.{leaf}"
     # Only for names with a section: looking through all recipes imports polars, for ctr's kinds of columns.
-    others = [other for other in BUILT_IN if "." in bare and bare in field_types(other)]
+    others = [other for other in BUILT_IN if section and bare in field_types(other)]
     if others and recipe not in others:  # if it has this value, only `-` and `_` are mixed up
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
-    what, known = ("flag", flags) if flags else ("field", list(field_types(recipe)))
-    (section, _, leaf), leaves = bare.rpartition("."), {full: _leaf(full) for full in known}
-    # In this order: the same last part in any section, fields of a section, a misspelt name.
-    meant = [full for full in known if leaves[full] == leaf or full.startswith(f"{name}.")]
-    if not meant:
-        near = difflib.get_close_matches(leaf, leaves.values(), n=1)
-        meant = [full for full in known if leaves[full] in near]
-        meant = [full for full in meant if full.lstrip("-").startswith(f"{section}.")] or meant
+    meant = _nearest(leaf, known)
+    meant = [full for full in meant if _parts(full)[0] == section] or meant
     if not meant and not section:  # such as --label, where nothing else says that the data is a table
-        of_tables = {full: full.rpartition(".")[2] for full in field_types(OF_TABLES)}
-        near = difflib.get_close_matches(leaf, of_tables.values(), n=1)
-        dashes = name[: len(name) - len(bare)]
-        meant = [
-            f"{dashes}{full}".replace("_", "-" if flags else "_")
-            for full in of_tables
-            if of_tables[full] in near
-        ]
+        meant = _nearest(leaf, list(field_types(OF_TABLES)))
+        meant = [f"--{full.replace('_', '-')}" for full in meant] if flags else meant
+    told = f"there is no such {'flag' if flags else 'field'}"
     if meant:
-        return f"there is no such {what}; did you mean {' or '.join(map(repr, meant[:4]))}?"
-    same_section = [full for full in known if full.lstrip("-").rpartition(".")[0] == section] or known
-    return f"there is no such {what}; known: {', '.join(same_section)}"
+        return f"{told}; did you mean {' or '.join(map(repr, meant[:4]))}?"
+    return f"{told}; known: {', '.join([full for full in known if _parts(full)[0] == section] or known)}"
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2].lstrip("-").replace("-", "_")
+def _nearest(leaf: str, known: Sequence[str]) -> list[str]:
+    """Return the fields or flags with this last part, in any section, or else with the nearest one."""
+    leaves = [_parts(full)[2] for full in known]
+    near = [leaf] if leaf in leaves else difflib.get_close_matches(leaf, leaves, n=1)
+    return [full for full, own in zip(known, leaves, strict=True) if own in near]
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return the section of a field or flag, a dot, and the field's own name."""
+    return name.lstrip("-").replace("-", "_").rpartition(".")
 
 
 def parse_overrides(overrides: list[str]) -> Values:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Source
+from dphybrid.data.store import PARTS, Content, Progress, Source
 from dphybrid.data.vocabulary import Vocabulary, write_vocabularies
 from dphybrid.util.errors import UserError, counted, type_text
 
@@ -24,9 +24,6 @@ or numbers."""
 
 _TUPLE_NAMES = ("inputs_B", "labels_B")
 """Names in the batch of the two elements of a Dataset's tuples."""
-
-_ROWS = ("train_rows", "valid_rows", "test_rows")
-"""Names of the prepared arrays with the row numbers of each split."""
 
 
 @dataclass(frozen=True)
@@ -43,82 +40,74 @@ class GivenSource(Source):
         return dict(self.data.model_dump(mode="json"))
 
     @cached_property
-    def _given(self) -> tuple[list[Given], Mapping[str, Vocabulary]]:
-        """The two or three splits that rows() returned, and its vocabularies, {} if it returned none. Raises
-        UserError for anything else."""
+    def _given(self) -> tuple[dict[str, dict[str, Array]], Mapping[str, Vocabulary]]:
+        """The arrays of each part that rows() returned, and its vocabularies, {} if it returned none. Raises
+        UserError for anything else, and for parts of other names or shapes."""
         # Called once: `rows` may draw random numbers, and the digest must be that of the saved arrays.
         given: Any = self.rows(self.data, self.seed)
-        splits, vocabularies = list(given) if isinstance(given, tuple) else [], {}
+        where, splits = f"recipe {self.name}", list(given) if isinstance(given, tuple) else []
+        vocabularies: Mapping[str, Vocabulary] = {}
         # A split is a mapping of arrays.
         last = splits[-1] if len(splits) > 2 else None
         if isinstance(last, Mapping) and all(isinstance(value, Vocabulary) for value in last.values()):
             vocabularies = splits.pop()
         if len(splits) not in (2, 3):
             raise UserError(
-                f"recipe {self.name}: rows() returned {type_text(given)}; return (training split, validation "
-                "split), then the test split and the vocabularies by name, if there are any"
+                f"{where}: rows() returned {type_text(given)}; return (training split, validation split), "
+                "then the test split and the vocabularies by name, if there are any"
             )
-        return splits, vocabularies
-
-    @cached_property
-    def splits(self) -> list[dict[str, Array]]:
-        """The arrays of the training, the validation and, if there is one, the test split. Raises UserError
-        when their names or shapes differ."""
-        where, (given, vocabularies) = f"recipe {self.name}", self._given
-        names = ("training", "validation", "test")[: len(given)]
-        splits = [
-            as_arrays(split, f"{where}, {name} split") for name, split in zip(names, given, strict=True)
-        ]
-        train = {name: array.shape[1:] for name, array in splits[0].items()}
-        for part, split in zip(names, splits, strict=True):
-            shapes = {name: array.shape[1:] for name, array in split.items()}
-            if train.keys() != shapes.keys():
-                named = f"the training split has {sorted(train)}, the {part} split {sorted(shapes)}"
-                raise UserError(f"{where}: {named}; give both the same names")
-            for name, shape in train.items():
-                if shape != shapes[name]:
-                    found = f"{shape} in training and {shapes[name]} in {part}"
-                    raise UserError(
-                        f"{where}: samples of {name!r} have the shape {found}; give both the same"
-                    )
-        for name in (*train, *vocabularies):
-            if "/" in name or name in _ROWS:
+        parts = {
+            part: as_arrays(split, f"{where}, {part} split")
+            for part, split in zip(PARTS, splits, strict=False)
+        }
+        shapes = [{name: array.shape[1:] for name, array in arrays.items()} for arrays in parts.values()]
+        for part, others in zip(parts, shapes, strict=True):
+            if others != shapes[0]:
+                found = f"samples have the shapes {shapes[0]} in the train split and {others} in {part}"
+                raise UserError(f"{where}: {found}; give both the same names and shapes")
+        for name in (*shapes[0], *vocabularies):
+            if "/" in name or name in {f"{part}_rows" for part in PARTS}:
                 raise UserError(
                     f"{where}: {name!r} cannot be the name of an array or vocabulary, as it also names a "
-                    f"file; rename it, without slashes and not {' or '.join(_ROWS)}"
+                    "file; choose another one, without slashes"
                 )
-        return splits
+        return parts, vocabularies
 
     def digests(self, progress: Progress) -> list[bytes]:
         # There are no files to digest, so the digest is of the arrays. It decides whether prepared data
         # can be used again.
         progress("read samples", 0, 1)
+        parts, vocabularies = self._given
         arrays = [
             hashlib.sha256(f"{name} {array.dtype.str} {array.shape}\0".encode() + array.tobytes()).digest()
-            for split in self.splits
+            for split in parts.values()
             for name, array in split.items()
         ]
-        pages = {name: vocabulary.page() for name, vocabulary in self._given[1].items()}
+        pages = {name: vocabulary.page() for name, vocabulary in vocabularies.items()}
         return [*arrays, json.dumps(pages).encode()] if pages else arrays
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        sizes_P = [len(next(iter(split.values()))) for split in self.splits]
-        arrays = {name: np.concatenate([split[name] for split in self.splits]) for name in self.splits[0]}
-        vocabularies = self._given[1]
+        parts, vocabularies = self._given
+        arrays = {name: np.concatenate([split[name] for split in parts.values()]) for name in parts["train"]}
+        rows, start = dict[str, Array](), 0
+        for part, split in parts.items():
+            stop = start + len(next(iter(split.values())))
+            rows[f"{part}_rows"], start = np.arange(start, stop), stop
+        counts = ", ".join(
+            f"{len(rows[f'{part}_rows']):,} {'samples ' if part == 'train' else ''}{PARTS[part]}"
+            for part in parts
+        )
+        shapes = {name: array.shape[1:] for name, array in arrays.items()}
+        shown = ", ".join(f"{name} {shape} {arrays[name].dtype}" for name, shape in shapes.items())
         sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
-        shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
-        verbs = ("samples to train", "to validate", "to test")
-        counts = ", ".join(f"{size:,} {verb}" for size, verb in zip(sizes_P, verbs, strict=False))
-        lines = [f"  {self.name}: {counts}: {shapes}"]
+        lines = [f"  {self.name}: {counts}: {shown}"]
         lines += [f"  vocabulary {name}: {counted(size, 'row')}" for name, size in sizes.items()]
         # Rows of a table for each array of ids: the largest id in any split decides. A vocabulary of the same
         # name knows better: it also counts the rows of unknown values.
         ids = {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
-        shapes_by_name = {name: list(array.shape[1:]) for name, array in arrays.items()}
-        info = {"shapes": shapes_by_name, "num_ids": ids | sizes}
-        numbers = dict(zip(_ROWS, np.split(np.arange(sum(sizes_P)), np.cumsum(sizes_P)[:-1]), strict=False))
+        info = {"shapes": {name: list(shape) for name, shape in shapes.items()}, "num_ids": ids | sizes}
         save = partial(write_vocabularies, vocabularies)
-        return Content(arrays | numbers, info, lines, tuple(arrays), save=save)
+        return Content(arrays | rows, info, lines, tuple(arrays), save=save)
 
 
 def as_arrays(given: Given, where: str) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import create_model
+from pydantic.fields import FieldInfo
 
 from dphybrid.config import (
     CheckpointConfig,
@@ -43,6 +44,8 @@ S = TypeVar("S", bound=Section)
 _SMALLEST_BATCH = 32
 STEPS, _FEWEST_EPOCHS, _MOST_EPOCHS = 4000, 10, 200
 """Where the data decides (`sized`): the smallest batch, the steps to aim at, the bounds of the epochs."""
+_OPEN = {"train.batch_size": 0, "train.epochs": 0, "train.patience": -1, "table.lr": 0.0}
+"""Values of fields for which the data decides; of other fields "auto"."""
 
 
 def imported(path: str) -> Any:
@@ -54,6 +57,22 @@ def imported(path: str) -> Any:
         return getattr(import_module(module), name)(*given, **options)
 
     return call
+
+
+def with_chosen(
+    config: ExperimentConfig, values: Mapping[str, tuple[object, str]]
+) -> tuple[ExperimentConfig, list[str]]:
+    """Return the config with values for those fields that it leaves open, and a line for each with a reason.
+    values: dotted name -> (value, reason)."""
+    lines = []
+    for name, (value, reason) in values.items():
+        section_name, _, field = name.partition(".")
+        section = getattr(config, section_name)
+        if getattr(section, field, None) == _OPEN.get(name, "auto"):
+            config = config.model_copy(update={section_name: section.model_copy(update={field: value})})
+            shown = f"{value:g}" if isinstance(value, float) else value
+            lines += [f"{name}={shown}: {reason}"] if reason else []
+    return config, lines
 
 
 class Recipe:
@@ -134,29 +153,20 @@ class Recipe:
         Batch size: training rows / `batches`, rounded to a power of two from 32 to the largest. Epochs: 4,000
         steps, from 10 to 200 epochs. Patience: a tenth of the epochs, 3 or more.
         """
-        train, lines, (batches, largest) = config.train, [], self.batches
-        batch_size, epochs, patience = train.batch_size, train.epochs, train.patience
-        if not batch_size:
-            wanted = 2 ** round(math.log2(max(1.0, num_rows / batches)))
-            batch_size = min(max(wanted, _SMALLEST_BATCH), largest)
-            lines.append(
-                f"train.batch_size={batch_size}: {num_rows:,} training rows / {batches}, rounded to a power "
-                f"of two, from {_SMALLEST_BATCH} to {largest}"
-            )
-        steps = math.ceil(num_rows / batch_size)
-        if not epochs:
-            epochs = min(max(round(STEPS / steps), _FEWEST_EPOCHS), _MOST_EPOCHS)
-            bounds = f"from {_FEWEST_EPOCHS} to {_MOST_EPOCHS}"
-            lines.append(f"train.epochs={epochs}: {STEPS:,} steps / {steps:,} an epoch, {bounds}")
-        if patience < 0:
-            patience = max(3, epochs // 10)
-            lines.append(f"train.patience={patience}: a tenth of the epochs, 3 or more")
-        found = {"batch_size": batch_size, "epochs": epochs, "patience": patience}
-        sized = config.model_copy(update={"train": train.model_copy(update=found)}) if lines else config
-        if sized.table.optimizer == "auto":
-            table = sized.table.model_copy(update={"optimizer": "adam"})
-            sized = sized.model_copy(update={"table": table})
-        return sized, lines
+        batches, largest = self.batches
+        size = 2 ** round(math.log2(max(1.0, num_rows / batches)))
+        why = f"{num_rows:,} training rows / {batches}, rounded to a power of two, from {_SMALLEST_BATCH} to "
+        chosen: dict[str, tuple[object, str]] = {
+            "train.batch_size": (min(max(size, _SMALLEST_BATCH), largest), f"{why}{largest}")
+        }
+        config, of_batch = with_chosen(config, chosen)
+        steps = math.ceil(num_rows / config.train.batch_size)
+        epochs = min(max(round(STEPS / steps), _FEWEST_EPOCHS), _MOST_EPOCHS)
+        why = f"{STEPS:,} steps / {steps:,} an epoch, from {_FEWEST_EPOCHS} to {_MOST_EPOCHS}"
+        config, of_epochs = with_chosen(config, {"train.epochs": (epochs, why)})
+        patience = max(3, config.train.epochs // 10), "a tenth of the epochs, 3 or more"
+        config, of_rest = with_chosen(config, {"train.patience": patience, "table.optimizer": ("adam", "")})
+        return config, of_batch + of_epochs + of_rest
 
     def threads(self, config: ExperimentConfig) -> int:
         """Return with how many CPU threads a training is fastest; 0: torch's own number."""
@@ -323,22 +333,23 @@ class Recipe:
         }
         # Every section gets a default, so that `{"recipe": NAME}` alone is a whole config.
         fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}
-        # A copy, because the classes of all recipes share the base class's field.
-        named = copy(ExperimentConfig.model_fields["recipe"])
-        named.default = self.key or self.name
-        fields["recipe"] = (Literal[self.key or self.name], named)
+        key = self.key or self.name
+        fields["recipe"] = (Literal[key], _with_default(ExperimentConfig.model_fields["recipe"], key))
         name = f"{type(self).__name__}Config"
         return create_model(name, __base__=ExperimentConfig, __doc__=self.summary, **fields)
 
 
 def _with_defaults(section: type[S], defaults: Mapping[str, object]) -> type[S]:
     """Return a section's class with other defaults; bounds and descriptions stay."""
-    if not defaults:
-        return section
-    fields: dict[str, Any] = {}
-    for name, value in defaults.items():
-        # A copy here, too: other recipes keep the section's own default.
-        field = copy(section.model_fields[name])
-        field.default = value
-        fields[name] = (field.annotation, field)
+    known = section.model_fields
+    fields: dict[str, Any] = {
+        name: (known[name].annotation, _with_default(known[name], value)) for name, value in defaults.items()
+    }
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
+
+
+def _with_default(field: FieldInfo, value: object) -> FieldInfo:
+    """Return a copy of a field, which the classes of all recipes share, with another default."""
+    changed = copy(field)
+    changed.default = value
+    return changed

@@ -91,7 +91,7 @@ def test_lines_that_are_no_triples_are_rejected_with_line_and_reason(tmp_path: P
     rejected = [json.loads(line) for line in (data.path / "rejected.jsonl").read_text().splitlines()]
     assert [(row["line"], row["reason"]) for row in rejected] == [
         (51, "1 values, expected 3"),
-        (52, "an empty value"),
+        (52, "no value in 'relation'"),
     ]
 
 

@@ -117,7 +117,7 @@ def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) ->
     users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
     assert users["name"].to_list() == ["ann", "bob"]
     assert items["name"].to_list() == ["book", "film", "song"]  # by frequency, then by name
-    assert users["seen"].to_list() == [[0, 1, 2], [1, 2]]  # ann's song of the validation split, too
+    assert users["history"].to_list() == [[0, 1, 0, 2], [1, 2]]  # ann's song of the validation split, too
     assert data.arrays["held_items"].tolist() == [2]  # ann's song; disc and eve have no training row
     assert data.arrays["valid_users"].tolist() == [0]
     homes = ["Bonn", "Oslo"]  # Oslo is later than Rome, although its row is first; an empty one is no value
@@ -134,7 +134,7 @@ def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) ->
         ({"user": "usr"}, ["has no column 'usr'", "user", "data.user"]),
         ({"time": "genre"}, ["data.time='genre'", "'g0'", "date"]),
         ({"time": "same"}, ["data.time='same'", "the same time"]),
-        ({"user": "same", "valid_fraction": 0.025}, ["none of the 1 validation rows", "nothing to find"]),
+        ({"user": "same", "valid_fraction": 0.025}, ["validation split: there is nothing to find in 1 row"]),
         ({"path": "/no/such.csv"}, ["data.path=/no/such.csv", "no such file"]),
     ],
 )
@@ -214,7 +214,7 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     for number, name in enumerate(users["name"]):
         if name in asked:
             scores_V = scores_UV[number].copy()
-            scores_V[users["seen"][number].to_numpy()] = -np.inf
+            scores_V[users["history"][number].to_numpy()] = -np.inf
             best = np.argsort(-scores_V)[:7]
             own = frame.filter(pl.col("user") == name)
             assert own["item"].to_list() == items["name"].gather(best).to_list()
@@ -228,7 +228,7 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     assert found.recommend(asked, k=7).equals(frame)
     (user,) = users["name"][:1]
     everything = found.recommend(user, k=10**6)
-    assert len(everything) == len(items) - len(users["seen"][0])
+    assert len(everything) == len(items) - users["history"][0].n_unique()
     assert found.recommend([]).is_empty()
     with refused("k=0"):
         found.recommend(user, k=0)
@@ -303,7 +303,7 @@ def test_later_interactions_are_evaluated_as_a_test_part(data_dir: Path, tmp_pat
     run = dphybrid.train(path, test=str(tmp_path / "later.csv"), recipe="retrieval", **given)
     for found in (run.evaluate(later), run.evaluate(tmp_path / "later.csv")):
         assert found.metrics == pytest.approx(run.test_metrics)
-        assert re.search("101 rows with .* items to find; not evaluated: 1 row of unseen users", found.text())
+        assert re.search("101 rows; .* items to find; not evaluated: 1 row of unseen users", found.text())
     with refused("there is nothing to find in 300 rows"):
         run.evaluate(rows[:300])
     with refused("the rows have no column 'item'"):

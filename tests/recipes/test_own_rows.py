@@ -35,11 +35,11 @@ def test_mistakes_of_a_recipe_are_told(path: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (({"a": [1, 2]}, {"b": [1]}), ["training split has ['a']", "['b']"]),
+        (({"a": [1, 2]}, {"b": [1]}), ["{'a': ()} in the train split and {'b': ()} in valid"]),
         (({"a": ["x"]}, {"a": ["y"]}), ["'a'", "give numbers"]),
         (({"a": [1, 2], "b": [1]}, {"a": [1], "b": [1]}), ["samples", "same number"]),
         ([1, 2], ["returned a list", "training split, validation split"]),
-        (({"a": [[1, 2]]}, {"a": [[1, 2, 3]]}), ["(2,) in training and (3,) in validation"]),
+        (({"a": [[1, 2]]}, {"a": [[1, 2, 3]]}), ["{'a': (2,)} in the train split and {'a': (3,)} in valid"]),
         (({}, {}), ["no samples"]),
         (({"a/b": [1]}, {"a/b": [1]}), ["'a/b' cannot be the name", "without slashes"]),
         (({"a": [1]}, {"a": [1]}, {"a/b": Vocabulary()}), ["'a/b' cannot be the name"]),
@@ -83,7 +83,7 @@ def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path) -> None:
     ],
 )
 def test_float64_stays_where_float32_would_merge_values(
-    numbers: np.ndarray, dtype: type[np.floating]
+    numbers: np.ndarray, dtype: type[np.floating], tmp_path: Path
 ) -> None:
     source = GivenSource("mine", lambda *_: ({"x": numbers}, {"x": numbers}), SimpleNamespace(), 0)
-    assert source.splits[0]["x"].dtype == dtype
+    assert source.read(print, tmp_path).arrays["x"].dtype == dtype

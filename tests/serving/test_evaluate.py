@@ -179,7 +179,7 @@ def test_triples_of_unknown_names_are_left_out_and_counted(data_dir: Path, tmp_p
     assert "Not evaluated: 2 of 12 triples, with names that training lacks, such as 'nobody'" in found.text()
     with refused("there is nothing to evaluate. Not evaluated: 2 of 2 triples"):
         run.evaluate(odd)
-    with refused("the rows: has no column 'relation'"):
+    with refused("the rows have no column 'relation'"):
         run.evaluate(odd.select("tail", "head"))
     with refused("is not a file; name one with triples"):
         run.evaluate(tmp_path)

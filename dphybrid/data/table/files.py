@@ -25,7 +25,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, no_such_file
 
 _TEXTS = (".csv", ".tsv", ".txt", ".dat", ".data", ".jsonl", ".ndjson")
-_SUFFIXES = (
+SUFFIXES = (
     *(text + packed for text in _TEXTS for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
 )
@@ -275,7 +275,7 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
     elif root.is_dir():
         # Spark writes _SUCCESS, .part-0.crc and the like beside its data.
         below = (file for file in root.rglob("*") if file.name[0] not in "._" and file.is_file())
-        files = [file for file in below if file.name.lower().endswith(_SUFFIXES)]
+        files = [file for file in below if file.name.lower().endswith(SUFFIXES)]
         if not files:
             endings = ", ".join((*_TEXTS, ".parquet, .pq, .arrow, .feather, .ipc"))
             raise UserError(

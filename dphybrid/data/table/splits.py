@@ -115,6 +115,14 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     return held_B
 
 
+def random_rows(seed: int | list[int], num_rows: int, fraction: float) -> Array:
+    """Return the mask (B,) of about this share of the rows, drawn by `seed`: at least one, and not all."""
+    held_B = np.zeros(num_rows, bool)
+    wanted = min(max(1, round(num_rows * fraction)), num_rows - 1)
+    held_B[np.random.default_rng(seed).permutation(num_rows)[:wanted]] = True
+    return held_B
+
+
 def latest_rows(times_B: Array, fraction: float) -> Array:
     """Return the mask (B,) of about this share of the rows, the latest ones. Rows of one time stay together,
     and rows without one (-inf) are left out."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from dphybrid.config import ExperimentConfig, ModelConfig, flatten, nest
+from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.recipes.recipe import STEPS, Recipe, imported
+from dphybrid.recipes.recipe import STEPS, Recipe, imported, with_chosen
 
 if TYPE_CHECKING:
     from dphybrid.data.batches import Dataset
@@ -79,40 +79,8 @@ class CtrModelConfig(ModelConfig):
 
     def settled(self) -> Self:
         """Return the usual values where they are auto: for a model that no training data has sized."""
-        usual = {name.removeprefix("model."): value for name, value in _USUAL.items()}
-        autos = {name: value for name, value in usual.items() if getattr(self, name, None) == "auto"}
+        autos = {name: _USUAL[f"model.{name}"] for name in self.of_training if getattr(self, name) == "auto"}
         return self.model_copy(update=autos)
-
-
-def _with(config: ExperimentConfig, values: Mapping[str, object]) -> ExperimentConfig:
-    """Return the config with values by their dotted names."""
-    sections = {
-        name: getattr(config, name).model_copy(update=fields) for name, fields in nest(values).items()
-    }
-    return config.model_copy(update=sections)
-
-
-def _row_rate(
-    config: ExperimentConfig, num_rows: int, values: int, once: bool, short: bool
-) -> tuple[float, str]:
-    """Return the learning rate of the rows as a multiple of train.lr, and why it is not the usual one.
-
-    values: of the column with most. short: the user chose the number of epochs.
-    """
-    if once and config.table.optimizer == "adagrad":
-        return _ONE_PASS_ROWS, f" instead of {_SLOW_ROWS:g} x, for one pass of adagrad"
-    # The other networks have products of rows, which need the full rate; those of an mlp overfit rare values.
-    if config.model.model_dump().get("kind") != "mlp":
-        return 1.0, ""
-    if values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:
-        per_value = num_rows / values
-        reason = f" instead of {_SLOW_ROWS:g} x, for {per_value:.3g} rows per value ({values:,} values)"
-        return min(_SLOW_ROWS * (per_value / _ROWS_PER_VALUE) ** 2, 1.0), reason
-    steps = config.train.epochs * math.ceil(num_rows / config.train.batch_size)
-    if short and steps < STEPS:  # slow rows would not get far
-        share = min(_SLOW_ROWS * (STEPS / max(1, steps)) ** 2, _FAST_ROWS)
-        return share, f" instead of {_SLOW_ROWS:g} x, for only {steps:,} steps"
-    return _SLOW_ROWS, ""
 
 
 class Ctr(Recipe):
@@ -145,26 +113,43 @@ class Ctr(Recipe):
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        values, kind = max(info["num_ids"], default=0), config.model.model_dump().get("kind")
+        values, is_mlp = max(info["num_ids"], default=0), config.model.model_dump().get("kind") == "mlp"
         # A warm start has learned rows, which steps of a fresh adagrad would throw far off.
-        once = kind == "mlp" and config.train.epochs in (0, 1) and not config.train.warm_start
+        once = is_mlp and config.train.epochs in (0, 1) and not config.train.warm_start
         once = once and num_rows >= _MANY_ROWS and values > _MANY_VALUES
-        regime: dict[str, Any] = {**(_ONE_PASS if once else _USUAL)}
+        why, regime = "", _USUAL
         if once:
+            why = f"one pass over {num_rows:,} training rows, with a column of {values:,} values"
             batch_size = 2 ** round(math.log2(num_rows / _ONE_PASS_STEPS))
-            regime["train.batch_size"] = min(max(batch_size, 512), 2048)
-        unset, given = {"train.epochs": 0, "train.batch_size": 0}, flatten(config.model_dump())
-        chosen = {name: v for name, v in regime.items() if given.get(name) == unset.get(name, "auto")}
-        why = f"one pass over {num_rows:,} training rows, with a column of {values:,} values"
-        lines = [f"{name}={value}: {why}" for name, value in chosen.items() if once]
-        short, config = config.train.epochs > 0, _with(config, chosen)
+            regime = _ONE_PASS | {"train.batch_size": min(max(batch_size, 512), 2048)}
+        is_short = config.train.epochs > 0  # the user chose it
+        config, lines = with_chosen(config, {name: (value, why) for name, value in regime.items()})
         config, more = super().sized(config, num_rows, info)
-        lines += more
-        if not config.table.lr:
-            share, reason = _row_rate(config, num_rows, values, once, short)
-            lines.append(f"table.lr={share * config.train.lr:g}: {share:.3g} x train.lr{reason}")
-            config = _with(config, {"table.lr": share * config.train.lr})
-        return config, lines
+        steps = config.train.epochs * math.ceil(num_rows / config.train.batch_size)
+        per_value = num_rows / max(values, 1)
+        # The first rule that applies: condition, rate of the rows as a multiple of train.lr, reason.
+        rules = (
+            (once and config.table.optimizer == "adagrad", _ONE_PASS_ROWS, "for one pass of adagrad"),
+            # The other networks have products of rows, which need the full rate.
+            (not is_mlp, 1.0, ""),
+            # Those of an mlp overfit rare values.
+            (
+                values > _MANY_VALUES and per_value > _ROWS_PER_VALUE,
+                min(_SLOW_ROWS * (per_value / _ROWS_PER_VALUE) ** 2, 1.0),
+                f"for {per_value:.3g} rows per value ({values:,} values)",
+            ),
+            # Slow rows would not get far.
+            (
+                is_short and steps < STEPS,
+                min(_SLOW_ROWS * (STEPS / max(1, steps)) ** 2, _FAST_ROWS),
+                f"for only {steps:,} steps",
+            ),
+            (True, _SLOW_ROWS, ""),
+        )
+        rate, reason = next((rate, reason) for applies, rate, reason in rules if applies)
+        told = f"{rate:.3g} x train.lr" + (f" instead of {_SLOW_ROWS:g} x, {reason}" if reason else "")
+        config, last = with_chosen(config, {"table.lr": (rate * config.train.lr, told)})
+        return config, lines + more + last
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
         from dphybrid.data.batches import DrawnDataset

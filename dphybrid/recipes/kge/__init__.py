@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from dphybrid.config import ModelConfig
-from dphybrid.config.tables import PACKED, DelimitedFiles
+from dphybrid.config.tables import DelimitedFiles
 from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
@@ -51,13 +51,6 @@ class KgeModelConfig(ModelConfig):
     penalty: float = Field(default=0.3, ge=0.0)
     """Weight of the cubed moduli of a triple's rows (N3, Lacroix et al. 2018), divided by the square root of
     the training triples per entity: with fewer triples an entity overfits sooner and needs more of it."""
-
-
-SUFFIXES = (
-    *(text + packed for text in (".txt", ".tsv", ".csv", "", ".jsonl") for packed in PACKED),
-    *(".parquet", ".pq", ".arrow", ".feather"),
-)
-"""Endings of a folder's files train, valid and test."""
 
 
 class Kge(Recipe):

@@ -15,35 +15,24 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from polars.selectors import by_name
 from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import DelimitedFiles, RowFiles
-from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
+from dphybrid.data.batches import Array, ArrayDataset, Dataset, DrawnDataset, Draws, lists_of
 from dphybrid.data.foreign import misread, writing
-from dphybrid.data.store import Content, Prepared, Progress, Source
-from dphybrid.data.table.files import Rejected, check_rejected, names_of, read_rows
+from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source
+from dphybrid.data.table.files import SUFFIXES, Rejected, check_rejected, names_of, read_rows
 from dphybrid.data.table.frames import as_frame, rows_of
+from dphybrid.data.table.named import complete_rows, named_columns
+from dphybrid.data.table.splits import random_rows
 from dphybrid.data.table.values import Form, as_names
-from dphybrid.recipes.kge import SUFFIXES, KgeDataConfig
+from dphybrid.recipes.kge import KgeDataConfig
 from dphybrid.training.checkpoint import read_state
-from dphybrid.util.errors import UserError, counted, suggestion
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path, no_such_file
 
-_PARTS, _COLUMNS = ("train", "valid", "test"), ("heads_B", "relations_B", "tails_B")
-_NAMES = ["head", "relation", "tail"]
-
-
-def _negatives(num_entities: int, num_negatives: int) -> Draw:
-    """Return the draw of the negatives that a batch shares; num_negatives 0: all entities."""
-
-    def draw(_: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        if not num_negatives:
-            return {"negatives_K": torch.arange(num_entities)}
-        return {"negatives_K": torch.from_numpy(draws.of_batch().integers(0, num_entities, num_negatives))}
-
-    return draw
+_COLUMNS, _NAMES = ("heads_B", "relations_B", "tails_B"), ["head", "relation", "tail"]
 
 
 def _questions(triples_B3: Array, num_entities: int, num_relations: int) -> Array:
@@ -67,13 +56,19 @@ def _known_answers(triples_B3: Array, num_entities: int, num_relations: int) -> 
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
-    """Return a split of prepared triples: "train" with negatives, the others with the known answers, which
-    the ranking leaves out."""
+    """Return a split of prepared triples: "train" with negatives, which a batch shares, the others with the
+    known answers, which the ranking leaves out."""
     arrays, info = prepared.arrays, prepared.info
-    triples_B3 = arrays[f"{name}_triples"]
     if name != "train":
-        return _ranked(triples_B3, arrays, info)
-    return DrawnDataset(_rows(triples_B3), _negatives(info["num_entities"], info["num_negatives"]))
+        return _ranked(arrays[f"{name}_triples"], arrays, info)
+    num_entities, num_negatives = info["num_entities"], info["num_negatives"]
+
+    def draw(_: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        if not num_negatives:  # all entities compete
+            return {"negatives_K": torch.arange(num_entities)}
+        return {"negatives_K": torch.from_numpy(draws.of_batch().integers(0, num_entities, num_negatives))}
+
+    return DrawnDataset(_rows(arrays["train_triples"]), draw)
 
 
 def _rows(triples_B3: Array) -> ArrayDataset:
@@ -96,8 +91,9 @@ def _ranked(triples_B3: Array, arrays: Mapping[str, Array], info: Mapping[str, A
 
 def _reading(data: KgeDataConfig, file: Path) -> RowFiles:
     """Return how a file of triples is read: any text but the empty one is a name, also NA and null. A first
-    line with the names of the three columns is a header."""
-    written = data.model_dump(include={*DelimitedFiles.model_fields}) | {"path": str(file), "missing": ("",)}
+    line with the names of the three columns is a header. Rejected rows are counted over all parts."""
+    written = data.model_dump(include={*DelimitedFiles.model_fields})
+    written |= {"path": str(file), "missing": ("",), "max_rejected": 1.0}
     named = RowFiles(header="yes", **written)
     return named if {*data.columns} <= {*names_of(file, named)} else RowFiles(header="no", **written)
 
@@ -107,12 +103,11 @@ def _triples_of(rows: pl.LazyFrame, data: KgeDataConfig, where: str) -> pl.DataF
     columns of a file without a header. where: for the message. Raises UserError if there are others."""
     names = rows.collect_schema().names()
     chosen = names if names == ["0", "1", "2"] else data.columns
-    if missing := [name for name in chosen if name not in names]:
-        raise UserError(
-            f"{where} has no column {missing[0]!r}{suggestion(missing[0], names)}; name head, relation and "
-            "tail with data.head, data.relation and data.tail, or keep these three columns without a header"
-        )
-    found = rows.select(by_name(*chosen)).collect()
+    remedy = (
+        "name head, relation and tail with data.head, data.relation and data.tail, or keep these three "
+        "columns without a header"
+    )
+    found = named_columns(rows, chosen, where, remedy)
     return pl.DataFrame(
         [as_names(found[name], Form(), ()).alias(to) for name, to in zip(chosen, _NAMES, strict=True)]
     )
@@ -136,14 +131,18 @@ class _TripleSource(Source):
         return tuple(self.parts.values())
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        rejected: list[Rejected] = []
-        notes: dict[str, None] = {}
-        frames = dict[str, pl.DataFrame]()
+        d, rejected, notes, frames = self.data, list[Rejected](), list[str](), dict[str, pl.DataFrame]()
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
-            frames[part] = self._triples(file, scratch / part, rejected, notes)
+            rows = read_rows([file], _reading(d, file), scratch / part, as_text=True)
+            triples = _triples_of(rows.frame, d, f"data.path={d.path}: {file.name} has")
+            frames[part], bad = complete_rows(rows, triples, _NAMES)
+            rejected += bad
+            notes += [note for note in rows.notes if "header" not in note]
+            if unused := [name for name in rows.names if rows.header and name not in d.columns]:
+                notes.append(f"not used: {', '.join(unused)}")
         num_rows = sum(map(len, frames.values()))
-        check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
+        check_rejected(str(d.path), rejected, num_rows + len(rejected), d.max_rejected)
         whole = pl.concat(frames.values())
         # In the order of the rows, each with its head first.
         entities = whole.select(pl.concat_list("head", "tail").explode()).to_series()
@@ -154,24 +153,18 @@ class _TripleSource(Source):
             for part, triples in frames.items()
         }
         if "valid" not in parts:
-            # At least one triple is held out, and at least one stays for training.
-            num_triples = len(parts["train"])
-            order = np.random.default_rng(self.seed).permutation(num_triples)
-            held = min(max(1, round(num_triples * self.data.valid_fraction)), num_triples - 1)
-            valid, train = (parts["train"][np.sort(rows)] for rows in (order[:held], order[held:]))
-            parts = {**parts, "train": train, "valid": valid}
+            held_B = random_rows(self.seed, len(parts["train"]), d.valid_fraction)
+            parts = {**parts, "train": parts["train"][~held_B], "valid": parts["train"][held_B]}
         if empty := [part for part, triples in parts.items() if not len(triples)]:
-            raise UserError(
-                f"data.path={self.data.path}: the {empty[0]} split has no triples; give a file with some"
-            )
+            raise UserError(f"data.path={d.path}: the {empty[0]} split has no triples; give a file with some")
         # Entities that training lacks keep their initial values. They are evaluated all the same, as in
         # published results, and the printed lines count them.
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
         lines = [
-            f"  triples from {self.data.path}: {counted(len(entities), 'entity', 'entities')}, "
+            f"  triples from {d.path}: {counted(len(entities), 'entity', 'entities')}, "
             f"{counted(len(relations), 'relation')}",
-            *(f"  reading: {note}" for note in notes),
+            *(f"  reading: {note}" for note in dict.fromkeys(notes)),
         ]
         for part, triples in parts.items():
             more = f"{len(triples) / len(entities):.3g} per entity"
@@ -179,14 +172,10 @@ class _TripleSource(Source):
                 unseen = (~seen[triples[:, [0, 2]]]).any(1).sum()
                 more = f"{unseen:,} of them with an entity that train lacks"
             lines.append(f"  {part}: {counted(len(triples), 'triple')}, {more}")
-        info = {
-            "num_entities": len(entities),
-            "num_relations": len(relations),
-            "num_negatives": self.data.negatives,
-        }
-        known_B3 = np.concatenate([parts["train"], *(parts[part] for part in parts if part != "train")])
+        sizes = {"num_entities": len(entities), "num_relations": len(relations)}
+        known_B3 = np.concatenate([*parts.values()])
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
-        arrays |= _known_answers(known_B3, len(entities), len(relations))
+        arrays |= _known_answers(known_B3, **sizes)
         tables = {"entities": entities.to_frame("name"), "relations": relations.to_frame("name")}
         tables |= {"known": pl.DataFrame(known_B3.astype(np.int32), _NAMES)}
 
@@ -196,27 +185,8 @@ class _TripleSource(Source):
                 with writing(file := folder / "encoder" / f"{name}.parquet"):
                     frame.write_parquet(file)
 
+        info = sizes | {"num_negatives": d.negatives}
         return Content(arrays, info, lines, rejected=rejected, save=save)
-
-    def _triples(
-        self, file: Path, scratch: Path, rejected: list[Rejected], notes: dict[str, None]
-    ) -> pl.DataFrame:
-        """Return the triples of a file. Rows that are none go to `rejected`."""
-        reading = _reading(self.data, file).model_copy(update={"max_rejected": 1.0})
-        rows = read_rows([file], reading, scratch, as_text=True)
-        notes |= dict.fromkeys(note for note in rows.notes if "header" not in note)
-        triples = _triples_of(rows.frame, self.data, f"data.path={self.data.path}: {file.name}")
-        if others := [name for name in rows.names if rows.header and name not in self.data.columns]:
-            notes[f"not used: {', '.join(others)}"] = None
-        whole_B = triples.select(pl.all_horizontal(pl.all().is_not_null())).to_series()
-        rejected += rows.rejected
-        if not whole_B.all():
-            _, lines = rows.lines()
-            rejected += [
-                Rejected(file=str(file), line=lines[row], reason="an empty value")
-                for row in (~whole_B).arg_true()
-            ]
-        return triples.filter(whole_B)
 
 
 def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> pl.DataFrame:
@@ -237,7 +207,8 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
         raise no_such_file(data.path, "data.path")
     found: dict[str, list[Path]] = {"train": [root]}
     if root.is_dir():
-        found = {part: [f for s in SUFFIXES if (f := root / f"{part}{s}").is_file()] for part in _PARTS}
+        endings = ("", *SUFFIXES)
+        found = {part: [f for end in endings if (f := root / f"{part}{end}").is_file()] for part in PARTS}
     if data.test_path is not None:
         test = given_path(data.test_path, "data.test_path")
         if not test.is_file() or test.resolve() == root.resolve():
@@ -277,9 +248,9 @@ def later_triples(
         if not file.is_file():
             raise UserError(f"data.path={rows}: is not a file; name one with triples")
         with rows_of(str(rows), _reading(config.data, file)) as found:
-            triples = _triples_of(found.frame, config.data, f"data.path={rows}").drop_nulls()
+            triples = _triples_of(found.frame, config.data, f"data.path={rows} has").drop_nulls()
     else:
-        triples = _triples_of(as_frame(rows, "the rows").lazy(), config.data, "the rows:").drop_nulls()
+        triples = _triples_of(as_frame(rows, "the rows").lazy(), config.data, "the rows have").drop_nulls()
     numbered = _numbered(triples, entities["name"], relations["name"])
     triples_B3 = numbered.drop_nulls().to_numpy(order="c")
     notes = []

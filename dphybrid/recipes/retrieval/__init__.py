@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dphybrid.config import ExperimentConfig, ModelConfig, Names
 from dphybrid.config.tables import RowFiles
-from dphybrid.recipes.recipe import Recipe, imported
+from dphybrid.recipes.recipe import Recipe, imported, with_chosen
 
 if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
@@ -175,20 +175,15 @@ class Retrieval(Recipe):
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        model: Any = config.model
-        kind, lines, train = model.kind, [], config.train
-        if not train.batch_size:
-            # A network of next items has as many targets a user as a bag, but needs more steps.
-            share, least = (16, 32) if kind == "bag" else (64, 16)
-            users = 2 ** round(math.log2(max(1.0, info["num_users"] / share)))
-            size = min(max(users, least), 512)
-            lines.append(f"train.batch_size={size}: users, of {info['num_users']:,}")
-            train = train.model_copy(update={"batch_size": size})
-        softmax = model.softmax
-        if softmax == "auto":
-            items = next(iter(info["item_ids"].values()))
-            softmax = softmax_for(items)
-            lines.append(f"model.softmax={softmax}: {items:,} items, full up to {FULL_ITEMS:,}")
-        chosen = {"model": model.model_copy(update={"softmax": softmax}), "train": train}
-        found, more = super().sized(config.model_copy(update=chosen), num_rows, info)
-        return found, lines + more
+        # A network of next items has as many targets a user as a bag, but needs more steps.
+        is_bag = config.model.model_dump().get("kind") == "bag"
+        share, least = (16, 32) if is_bag else (64, 16)
+        users, items = info["num_users"], next(iter(info["item_ids"].values()))
+        size = min(max(2 ** round(math.log2(max(1.0, users / share))), least), 512)
+        chosen: dict[str, tuple[object, str]] = {
+            "train.batch_size": (size, f"users, of {users:,}"),
+            "model.softmax": (softmax_for(items), f"{items:,} items, full up to {FULL_ITEMS:,}"),
+        }
+        config, lines = with_chosen(config, chosen)
+        config, more = super().sized(config, num_rows, info)
+        return config, lines + more

@@ -8,7 +8,7 @@ items, U users, V items, F id columns (the id itself, then its features), H held
 that a user has met.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,67 +21,54 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.foreign import writing
-from dphybrid.data.store import Content, Prepared, Progress, source_digests
-from dphybrid.data.table.files import (
-    Rejected,
-    check_rejected,
-    find_files,
-    partitions,
-    read_rows,
-)
+from dphybrid.data.store import Content, Prepared, Progress, Source
+from dphybrid.data.table.files import Rejected, check_rejected, find_files, partitions, read_rows
 from dphybrid.data.table.kinds import form_as
-from dphybrid.data.table.splits import latest_rows
+from dphybrid.data.table.named import complete_rows, named_columns
+from dphybrid.data.table.splits import TEST, TRAIN, VALID, latest_rows, random_rows
 from dphybrid.data.table.values import Form, as_names, in_time, with_gaps
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import histories
-from dphybrid.util.errors import UserError, counted, suggestion
+from dphybrid.util.errors import UserError, counted
 
 _SAMPLE_USERS, _SAMPLE_ITEMS, _SAMPLE_GROUPS, _SAMPLE_ROWS = 1000, 600, 15, 20_000
+_LISTS = tuple(f"{name}_{part}" for name in ("history", "seen", "held") for part in ("starts", "items"))
+"""Arrays of a validation or test part: the lists of all users, each as `lists_of` takes it."""
 
 
-def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
-    """Return each user's distinct items as (starts, items) for `lists_of`. pairs_N2: (user, item)."""
-    pairs_N2 = np.unique(pairs_N2, axis=0)
-    counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
-    return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
+def part_lists(
+    met_N2: Array, asked_N2: Array, sizes: tuple[int, int], exclude_seen: bool, where: str
+) -> tuple[dict[str, Array], list[str]]:
+    """Return the arrays of a part: `users` with items to find, and of all users `history` (what was met, in
+    order), `seen` (what ranking leaves out) and `held` (what is to be found, without what is seen), as starts
+    and items for `lists_of`. Also return what is to be found, and what is left out and why, as texts.
 
-
-def to_find(pairs_N2: Array, seen: tuple[Array, Array], num_users: int) -> tuple[Array, Array]:
-    """Return each user's items to find, as (starts, items): those of pairs whose user and item training knows
-    (-1: it does not), without the items that the user has `seen`."""
-    pairs_N2 = pairs_N2[(pairs_N2 >= 0).all(1)].astype(np.int64)
-    starts, items = seen
-    width = 1 + max(pairs_N2[:, 1].max(initial=0), items.max(initial=0))
-    seen_N = np.repeat(np.arange(num_users), np.diff(starts)) * width + items
-    return _by_user(pairs_N2[~np.isin(pairs_N2[:, 0] * width + pairs_N2[:, 1], seen_N)], num_users)
-
-
-def not_evaluated(pairs_N2: Array, num_held: int) -> str:
-    """Return how many pairs, of which `num_held` are to be found, are left out and why."""
-    users, items = ((pairs_N2[:, place] < 0).sum() for place in (0, 1))
-    return (
-        f"not evaluated: {counted(users, 'row')} of unseen users, {items:,} of unseen items, "
-        f"{(pairs_N2 >= 0).all(1).sum() - num_held:,} of repeated pairs"
+    met_N2: (user, item) by number, in the order of time. asked_N2: the rows of the part; -1: unknown. sizes:
+    numbers of users and items. where: for the message of the UserError if there is nothing to find.
+    """
+    known_B = (asked_N2 >= 0).all(1)
+    place = np.array([sizes[1], 1])  # a pair as one number, by which lists are sorted
+    seen = np.unique(met_N2 @ place) if exclude_seen else np.empty(0, np.int64)
+    held = np.setdiff1d(asked_N2[known_B] @ place, seen)
+    pairs = {"history": met_N2.T, "seen": divmod(seen, sizes[1]), "held": divmod(held, sizes[1])}
+    arrays = {"users": np.unique(held // sizes[1])}
+    for name, (of_user, items) in pairs.items():
+        counts_U = np.bincount(of_user, minlength=sizes[0])
+        arrays[f"{name}_starts"] = np.concatenate([[0], np.cumsum(counts_U)])
+        arrays[f"{name}_items"] = items[np.argsort(of_user, kind="stable")].astype(np.int32)
+    unseen_users, unseen_items = (asked_N2 < 0).sum(0)
+    left_out = (
+        f"not evaluated: {counted(unseen_users, 'row')} of unseen users, {unseen_items:,} of unseen items, "
+        f"{known_B.sum() - len(held):,} of repeated pairs"
     )
-
-
-def _in_order(pairs_N2: Array, times_N: Array) -> tuple[Array, Array]:
-    """Return each user's items in the order of their times, those of one time in the order of the rows, as
-    (starts, items) for `lists_of`. Every user has a pair."""
-    order_N = np.lexsort((times_N, pairs_N2[:, 0]))
-    counts_U = np.bincount(pairs_N2[:, 0])
-    return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[order_N, 1])
-
-
-def _lists(starts: Array, items: Array) -> pl.Series:
-    """Return (starts, items) of `lists_of` as one list a user, in the order of the users."""
-    of_user = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return (
-        pl.DataFrame({"user": of_user, "item": items})
-        .group_by("user", maintain_order=True)
-        .agg("item")["item"]
-    )
+    if not len(held):
+        raise UserError(
+            f"{where}: there is nothing to find in {counted(len(asked_N2), 'row')} ({left_out}); give more "
+            "rows, or other ones"
+        )
+    found = f"{counted(len(arrays['users']), 'user')} with {counted(len(held), 'item')} to find"
+    return arrays, [found, left_out]
 
 
 @dataclass(frozen=True)
@@ -113,23 +100,23 @@ class _Side:
 
     def numbers(self, names: pl.Series) -> Array:
         """Return the number of each name; -1 for names that training does not have."""
-        known = pl.int_range(len(self), dtype=pl.Int32, eager=True)
+        known = pl.int_range(len(self), eager=True)
         return names.replace_strict(self.names, known, default=-1).to_numpy()
 
-    def save(self, file: Path, **more: pl.Series) -> None:
+    def save(self, folder: Path, name: str, **more: pl.Series) -> None:
         """Write names and ids, in the order of the numbers, with further columns `more`."""
-        with writing(file):
+        with writing(file := folder / "encoder" / f"{name}.parquet"):
             pl.DataFrame({"name": self.names, "ids": self.ids_RF, **more}).write_parquet(file)
 
 
 @dataclass(frozen=True)
-class _InteractionSource:
+class _InteractionSource(Source):
     """Source of interactions. read_files: empty for the generated sample."""
 
     data: RetrievalDataConfig
     seed: int
     read_files: tuple[Path, ...]
-    test_files: tuple[Path, ...] = ()
+    test_files: tuple[Path, ...]
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -142,72 +129,61 @@ class _InteractionSource:
         values |= {"test_files": len(self.test_files)} if self.test_files else {}
         return values | {"sample": not self.read_files, "partitions": found if any(found) else []}
 
-    def digests(self, progress: Progress) -> list[bytes]:
-        return source_digests(self.files, progress)
-
     def read(self, progress: Progress, scratch: Path) -> Content:
-        if not self.read_files:
-            forms = {"user": Form(), "item": Form()}
-            return self._content(sample(self.seed), None, [], [], forms)
-        notes = list[str]()
-        forms = dict[str, Form]()
-        rows, rejected = self._rows(self.read_files, scratch / "rows", forms, notes, progress)
-        tested = None
-        if self.test_files:
-            tested, odd = self._rows(self.test_files, scratch / "test", forms, notes, progress)
-            rejected += odd
-        return self._content(rows, tested, rejected, notes, forms)
+        d, notes, rejected = self.data, list[str](), list[Rejected]()
+        forms = {"user": Form(), "item": Form()} if not self.read_files else dict[str, Form]()
 
-    def _content(
-        self,
-        rows: pl.DataFrame,
-        tested: pl.DataFrame | None,
-        rejected: list[Rejected],
-        notes: list[str],
-        forms: dict[str, Form],
-    ) -> Content:
-        """Return what is prepared from rows. tested: those of data.test_path. forms: of the columns."""
-        d = self.data
-        times_N = np.zeros(len(rows))
+        def rows_of(files: Sequence[Path], fields: list[tuple[str, str]], name: str) -> pl.DataFrame:
+            frame, more = self._rows(files, fields, scratch / name, forms, notes, progress)
+            rejected.extend(more)
+            return frame
+
+        rows = rows_of(self.read_files, d.named_columns, "rows") if self.read_files else sample(self.seed)
+        num_rows, times_N = len(rows), np.zeros(len(rows))
         if d.time is not None:
             dates = "" if d.dateformat else forms[d.time].dates
             times_N = in_time(rows[d.time], f"data.time={d.time!r}", dates)
-        held_N = self._held_out(rows[d.user], times_N)
-        # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
-        train = rows.filter(~held_N)[np.argsort(times_N[~held_N], kind="stable")]
+        part_N = np.where(self._held_out(rows[d.user], times_N), VALID, TRAIN)
+        if self.test_files:
+            rows = pl.concat([rows, rows_of(self.test_files, d.named_columns[:2], "test")], how="diagonal")
+            part_N = np.pad(part_N, (0, len(rows) - num_rows), constant_values=TEST)
+        # Stable, so that rows of one time keep the file's order.
+        in_time_N = np.argsort(times_N, kind="stable")
+        train = rows[in_time_N[part_N[in_time_N] == TRAIN]]
         users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
         pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
-        train_N2, valid_N2, met_N = pairs_N2[~held_N], pairs_N2[held_N], (pairs_N2 >= 0).all(1)
+        train_N2 = pairs_N2[part_N == TRAIN]
         if np.bincount(train_N2[:, 0]).max() < 2:
             raise UserError(
                 f"data.path={d.path}: no user has two training rows, so there is no history to learn from; "
                 "give more rows for each user"
             )
-        of_valid = self._to_find(train_N2, times_N[~held_N], valid_N2, len(users), "validation rows")
+        # Only known users and items have vectors.
+        met_N = in_time_N[(pairs_N2[in_time_N] >= 0).all(1)]
+        sizes, where = (len(users), len(items)), f"data.path={d.path}"
+        trained_N, valid_N2 = met_N[part_N[met_N] == TRAIN], pairs_N2[part_N == VALID]
+        valid, (found, left_out) = part_lists(
+            pairs_N2[trained_N], valid_N2, sizes, d.exclude_seen, f"{where}: validation split"
+        )
         split = {
             "random": "at random by train.seed",
             "time": f"the latest by {d.time}",
             "last": f"each user's last by {d.time}",
         }[d.chosen_split]
         lines = [
-            f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, "
-            f"{counted(len(users), 'user')} and {counted(len(items), 'item')} in training",
+            f"  {d.path or 'generated sample'}: {counted(num_rows, 'row')}, "
+            f"{counted(sizes[0], 'user')} and {counted(sizes[1], 'item')} in training",
             *(f"  reading: {note}" for note in notes),
-            f"  {counted(len(train_N2), 'row')} to train, {len(valid_N2):,} to validate ({split}): "
-            f"{counted(len(of_valid['users']), 'user')} with "
-            f"{counted(len(of_valid['held_items']), 'item')} to find",
-            f"  {not_evaluated(valid_N2, len(of_valid['held_items']))}",
+            f"  {counted(len(train_N2), 'row')} to train, {len(valid_N2):,} to validate ({split}): {found}",
+            f"  {left_out}",
         ]
-        test: dict[str, Array] = {}
-        if tested is not None:
-            # What was met before is in all rows of data.path.
-            test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
-            test = self._to_find(pairs_N2[met_N], times_N[met_N], test_N2, len(users), "test rows")
-            lines.append(
-                f"  test: {counted(len(test_N2), 'row')} of {d.test_path}: "
-                f"{counted(len(test['users']), 'user')} with "
-                f"{counted(len(test['held_items']), 'item')} to find"
+        test = dict[str, Array]()
+        if self.test_files:
+            test_N2 = pairs_N2[part_N == TEST]
+            test, (found, _) = part_lists(
+                pairs_N2[met_N], test_N2, sizes, d.exclude_seen, f"data.test_path={d.test_path}"
             )
+            lines.append(f"  test: {counted(len(test_N2), 'row')} of {d.test_path}: {found}")
         if not d.exclude_seen:
             lines.append("  items that a user has met may be recommended again (data.exclude_seen=false)")
         info = {
@@ -220,79 +196,54 @@ class _InteractionSource:
         }
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
         arrays = {
-            "train_pairs": train_N2,
-            "valid_users": of_valid.pop("users"),
+            "train_pairs": train_N2.astype(np.int32),
             "users_UF": users.ids_RF,
             "items_VF": items.ids_RF,
             # The last row is the padding of histories: an id behind the last one of each column.
             "inputs_PF": np.vstack([items.ids_RF, list(items.num_ids.values())]).astype(np.int32),
             # No logarithm of 0: every numbered item has training rows.
             "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
-            **of_valid,
+            "valid_users": valid.pop("users"),
+            **valid,
             **{f"test_{name}": array for name, array in test.items()},
         }
 
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
-            # Recommendations leave out all items that a user has met, those of the validation split, too.
-            lists = _lists(*_by_user(pairs_N2[met_N], len(users)))
-            if not d.exclude_seen:
-                lists = lists.list.head(0)
-            ordered = _lists(*_in_order(pairs_N2[met_N], times_N[met_N]))
-            users.save(folder / "encoder" / "users.parquet", seen=lists, history=ordered)
-            items.save(folder / "encoder" / "items.parquet")
+            # What a user has met includes the validation split.
+            met = pl.DataFrame(pairs_N2[met_N], ["user", "item"]).sort("user", maintain_order=True)
+            history = met.group_by("user", maintain_order=True).agg("item")["item"]
+            users.save(folder, "users", history=history)
+            items.save(folder, "items")
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
-    def _to_find(
-        self, before_N2: Array, times_N: Array, pairs_N2: Array, num_users: int, what: str
-    ) -> dict[str, Array]:
-        """Return the arrays of a part: the users with items to find in `pairs_N2`, these items, and what was
-        met before. what: for the message. Raises UserError if there is nothing to find."""
-        # Only known users and items have vectors, and the ranking leaves out what a user met before.
-        seen = _by_user(before_N2 if self.data.exclude_seen else before_N2[:0], num_users)
-        held = to_find(pairs_N2, seen, num_users)
-        if not len(held[1]):
-            raise UserError(
-                f"data.path={self.data.path}: none of the {len(pairs_N2):,} {what} pairs a known user with "
-                "a known item that is new to this user, so there is nothing to find; give more rows, or "
-                "other ones"
-            )
-        arrays = {"users": np.flatnonzero(np.diff(held[0]))}
-        for name, (starts, items) in (
-            ("history", _in_order(before_N2, times_N)),
-            ("seen", seen),
-            ("held", held),
-        ):
-            arrays |= {f"{name}_starts": starts, f"{name}_items": items}
-        return arrays
-
     def _rows(
         self,
-        files: tuple[Path, ...],
+        files: Sequence[Path],
+        fields: list[tuple[str, str]],
         scratch: Path,
         forms: dict[str, Form],
         notes: list[str],
         progress: Progress,
     ) -> tuple[pl.DataFrame, list[Rejected]]:
-        """Return the named columns of files, names as texts, for the rows that have a user and an item; and
-        the other rows as rejected ones. forms: of the columns; empty before the first files. notes: gets what
-        was inferred about how the files are written."""
-        d = self.data
-        names = list(dict.fromkeys(name for _, name in d.named_columns))
+        """Return the columns of files, names as texts, for the rows that have a user and an item; and the
+        other rows as rejected ones.
+
+        fields: pairs (field, column). forms: of the columns; gets those of the first files. notes: gets what
+        was inferred about how the files are written.
+        """
+        d, names = self.data, [name for _, name in fields]
         rows = read_rows(files, d, scratch, names, on_progress=progress)
-        columns = rows.names
-        if missing := [name for name in names if name not in columns]:
-            raise UserError(
-                f"data.path={d.path}: {files[0].name} has no column {missing[0]!r}"
-                f"{suggestion(missing[0], columns)}; name the columns with data.user, "
-                "data.item, data.time, data.user_features and data.item_features"
-            )
+        remedy = (
+            "name the columns with data.user, data.item, data.time, data.user_features and data.item_features"
+        )
+        frame = named_columns(rows.frame, names, f"data.path={d.path}: {files[0].name} has", remedy)
         notes += [note for note in rows.notes if note not in notes]
-        if others := [name for name in columns if name not in (*names, *rows.index)]:
-            notes.append(f"not used: {', '.join(others)}; every row counts as one interaction")
-        frame = rows.frame.select(by_name(*names)).collect(engine="streaming")
-        for field, name in d.named_columns:
+        unused = ", ".join(name for name in rows.names if name not in (*names, *rows.index))
+        if unused and files == self.read_files:
+            notes.append(f"not used: {unused}; every row counts as one interaction")
+        for field, name in fields:
             cells = frame[name]
             if cells.dtype == pl.List:
                 raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
@@ -301,15 +252,7 @@ class _InteractionSource:
                 forms[name] = form_as(role, with_gaps(cells, None), rows.forms.get(name, Form()))
             if name != d.time:
                 frame = frame.with_columns(as_names(cells, forms[name]).alias(name))
-        rejected = list(rows.rejected)
-        whole_B = frame[d.user].is_not_null() & frame[d.item].is_not_null()
-        if not whole_B.all():
-            of_file, lines = rows.lines()
-            for place in (~whole_B).arg_true():
-                odd = d.user if frame[d.user][place] is None else d.item
-                why = f"no value in {odd!r}"
-                rejected.append(Rejected(file=of_file[place], line=lines[place], reason=why))
-            frame = frame.filter(whole_B)
+        frame, rejected = complete_rows(rows, frame, [d.user, d.item])
         check_rejected(str(d.path), rejected, len(frame) + len(rejected), d.max_rejected)
         if len(frame) < 2:
             found = counted(len(frame), "row")
@@ -320,11 +263,8 @@ class _InteractionSource:
         """Return held_N, which rows are held out: the latest ones, each user's last one, or random ones."""
         num_rows, split = len(users), self.data.chosen_split
         if split == "random":
-            wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
             # 11: other draws than those of `sample`, which may have the same seed.
-            held_N = np.zeros(num_rows, bool)
-            held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
-            return held_N
+            return random_rows([self.seed, 11], num_rows, self.data.valid_fraction)
         if split == "last":
             rows = pl.DataFrame({"user": users, "time": times_N, "row": np.arange(num_rows)})
             # Of rows of one time the file's last one. Users with one row keep it for training.
@@ -388,29 +328,30 @@ class _PairDataset(Dataset):
 
 
 class HeldDataset(Dataset):
-    """Validation or test users, each with the held-out items to find and the items met before, which ranking
-    leaves out. Both lists are sorted and padded with the number of items, which is no item's number."""
+    """The users of a validation or test part, each with the held-out items to find and the items met before,
+    which ranking leaves out. Both lists are padded with the number of items, which is no item's number.
 
-    def __init__(self, arrays: Mapping[str, Array], part: str) -> None:
-        # Those of validation, and of later rows, have no prefix, except for the users.
-        of_part = "test_" if part == "test" else ""
-        lists = {
-            name.removeprefix(of_part): array for name, array in arrays.items() if name.startswith(of_part)
-        }
-        self.arrays, self.users = {**arrays, **lists}, arrays[f"{part}_users"]
-        self.catalog_VF = _long(np.ascontiguousarray(arrays["items_VF"]))
+    arrays: the prepared ones. lists: the part's, see `part_lists`.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], lists: Mapping[str, Array]) -> None:
+        self.lists, self.users_UF, self.inputs_PF = lists, arrays["users_UF"], arrays["inputs_PF"]
+        self.catalog_VF = _long(arrays["items_VF"])
 
     def __len__(self) -> int:
-        return len(self.users)
+        return len(self.lists["users"])
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        a, none = self.arrays, len(self.catalog_VF)
-        users_B = self.users[index_B]
+        users_B, none = self.lists["users"][index_B], len(self.catalog_VF)
+        history, seen, held = (
+            (self.lists[f"{name}_starts"], self.lists[f"{name}_items"])
+            for name in ("history", "seen", "held")
+        )
         return {
-            **histories(a["history_starts"], a["history_items"], users_B, a["inputs_PF"]),
-            "features_BG": _long(a["users_UF"][users_B, 1:]),
-            "held_BH": lists_of(a["held_starts"], a["held_items"], users_B, none),
-            "seen_BS": lists_of(a["seen_starts"], a["seen_items"], users_B, none),
+            **histories(*history, users_B, self.inputs_PF),
+            "features_BG": _long(self.users_UF[users_B, 1:]),
+            "held_BH": lists_of(*held, users_B, none),
+            "seen_BS": lists_of(*seen, users_B, none),
             "catalog_VF": self.catalog_VF,
         }
 
@@ -421,4 +362,9 @@ def _long(array: Array) -> Tensor:
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a split of prepared interactions: "train" as pairs, the others as users."""
-    return _PairDataset(prepared.arrays) if name == "train" else HeldDataset(prepared.arrays, name)
+    arrays = prepared.arrays
+    if name == "train":
+        return _PairDataset(arrays)
+    prefix = "test_" if name == "test" else ""
+    lists = {list_name: arrays[prefix + list_name] for list_name in _LISTS}
+    return HeldDataset(arrays, lists | {"users": arrays[f"{name}_users"]})

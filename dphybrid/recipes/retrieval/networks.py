@@ -1,12 +1,15 @@
-"""Networks over a user's history: the items that the user has met, in order, become one vector.
+"""Networks over a user's history: the items that the user has met, in order, become one vector, or one after
+each item.
 
 - bag: the sum of the items' rows, divided by the root of their number, through tanh;
 - transformer: SASRec (Kang and McAuley 2018, "Self-Attentive Sequential Recommendation"): one vector after
   each item, by causal attention and learned positions.
 
-A further network is a class here, its entry in `NETWORKS`, and its name in `model.kind`. `longest` is how
-many of a user's latest items it reads by default. `next_item` says what it learns: a vector after each item,
-which predicts the next one, or one vector of a part of the history, which gives back all of it.
+A further network is a class here, its entry in `NETWORKS`, and its name in `model.kind`. It takes
+(rows_BLD, lengths_B): rows of items, zeros where a history is padded, and the number of items; for a bag in
+training the number that its sum stands for. `longest` is how many of a user's latest items it reads by
+default. `next_item` says what it learns: a vector after each item, which predicts the next one, or one vector
+of a part of the history, which gives back all of it.
 
 Letters: B users, L items of a history (padded at the end), D width of a row and of a vector.
 """
@@ -35,8 +38,7 @@ class Sizes:
 
 
 class Bag(nn.Module):
-    """(rows_BLD, scale_B) -> vectors_BD. rows_BLD: zeros where a history is padded. scale_B: one over the
-    root of the number of items."""
+    """(rows_BLD, lengths_B) -> vectors_B1D; zeros for an empty history."""
 
     longest: ClassVar[int] = 1000
     next_item: ClassVar[bool] = False
@@ -44,12 +46,14 @@ class Bag(nn.Module):
     def __init__(self, s: Sizes) -> None:
         super().__init__()
 
-    def forward(self, rows_BLD: Tensor, scale_B: Tensor) -> Tensor:
-        return torch.tanh(rows_BLD.sum(1) * scale_B.unsqueeze(1))
+    def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
+        scale_B11 = lengths_B.to(rows_BLD.dtype).clamp(min=1e-3).rsqrt()[:, None, None]
+        return torch.tanh(rows_BLD.sum(1, keepdim=True) * scale_B11)
 
 
 class Transformer(nn.Module):
-    """rows_BLD -> vectors_BLD, by causal attention: the padding at the end changes no item before it."""
+    """(rows_BLD, lengths_B) -> vectors_BLD, by causal attention: the padding at the end changes no item
+    before it."""
 
     longest: ClassVar[int] = 200
     next_item: ClassVar[bool] = True
@@ -63,7 +67,7 @@ class Transformer(nn.Module):
         layer.dropout, layer.dropout1, layer.dropout2 = (nn.Dropout(s.dropout) for _ in range(3))
         self.network = nn.TransformerEncoder(layer, s.layers, nn.LayerNorm(s.dim), enable_nested_tensor=False)
 
-    def forward(self, rows_BLD: Tensor) -> Tensor:
+    def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
         length, dim = rows_BLD.shape[1:]
         # Rows start small; the factor brings them to the size of the positions (Vaswani et al. 2017, section
         # 3.4).
@@ -74,14 +78,3 @@ class Transformer(nn.Module):
 
 
 NETWORKS: dict[str, Any] = {"bag": Bag, "transformer": Transformer}
-
-
-def vectors_of(network: nn.Module, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return vectors_BD of whole histories; zeros for an empty one. lengths_B: the number of items of
-    each."""
-    if not network.next_item:
-        vectors_BD: Tensor = network(rows_BLD, lengths_B.clamp(min=1).to(rows_BLD.dtype).rsqrt())
-        return vectors_BD
-    last_B = (lengths_B - 1).clamp(min=0)
-    vectors_BD = network(rows_BLD)[torch.arange(len(last_B), device=last_B.device), last_B]
-    return vectors_BD * (lengths_B > 0).unsqueeze(1)

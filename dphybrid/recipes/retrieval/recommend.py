@@ -2,11 +2,11 @@
 the user has met in the training or the validation split; also to people who were not in training, by the
 items that they have met.
 
-One function, `Recommender._lists`, makes lists of users and of what they have met; names, frames, files and
-later events become such people. The search is exact, not approximate. It goes block by block over users and
-items, so memory holds only the items' vectors and one block of scores. Letters: B users, S items that a user
-has met, K places of a list, V items, E width of a vector, F id columns, G features of a user, N users and
-places, flat.
+One function, `Recommender._lists`, makes lists of people: their names, and what they have met besides what
+training knows. Names, frames, files and later events become such people. The search is exact, not
+approximate. It goes block by block over users and items, so memory holds only the items' vectors and one
+block of scores. Letters: B users, S items that a user has met, K places of a list, F id columns, G features
+of a user, N users and places, flat.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ from dphybrid.data.table.values import Form, as_names, in_time, typed
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
-from dphybrid.recipes.retrieval.data import HeldDataset, not_evaluated, to_find
+from dphybrid.recipes.retrieval.data import HeldDataset, part_lists
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
@@ -39,6 +39,7 @@ from dphybrid.util.threads import use_num_threads
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
 """Columns of recommendations. Ranks start at 1. score: null for an unknown user, who gets popular items."""
+_ITEMS = pl.List(pl.Int64)
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Recommender:
             )
         assert isinstance(config.data, RetrievalDataConfig)
         self.checkpoint, self.batch_size = checkpoint, batch_size
-        self._config, self._data, self._model = config, config.data, model.eval()
+        self._recipe, self._data, self._model = config.recipe, config.data, model.eval()
         with misread(checkpoint / "encoder"):
             self._read(model)
 
@@ -77,29 +78,23 @@ class Recommender:
             pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
             for name in ("users", "items")
         )
-        forms = read_state(self.checkpoint).info["forms"]
-        read = [self._data.user, self._data.item, *([self._data.time] if self._data.time else [])]
-        self._forms = {name: Form(**forms[name]) for name in read}
+        d, forms = self._data, read_state(self.checkpoint).info["forms"]
+        self._forms = {name: Form(**forms[name]) for name in (d.user, d.item, d.time) if name is not None}
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
         self._users = users["name"]
         self._numbers = {name: number for number, name in enumerate(self._users)}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
-        # The last of these lists and features is that of all users whom training does not know.
-        self._seen, self._history = (
-            pl.concat([users[name], pl.Series([[]], dtype=users[name].dtype)]).cast(pl.List(pl.Int64))
-            for name in ("seen", "history")
-        )
-        for name, lists in (("seen", self._seen), ("history", self._history)):
-            if not lists.explode().drop_nulls().is_between(0, len(items) - 1).all():
-                raise ValueError(f"column {name} of users.parquet has items that items.parquet lacks")
+        # The last list, and the last features, are those of all users whom training does not know.
+        self._history = pl.concat([users["history"].cast(_ITEMS), pl.Series([[]], dtype=_ITEMS)])
+        if not self._history.explode().drop_nulls().is_between(0, len(items) - 1).all():
+            raise ValueError("column history of users.parquet has items that items.parquet lacks")
         features = model.users.num_rows.values() if model.users else ()
         unknown_G = torch.tensor([[count - 1 for count in features]], dtype=torch.int64)
-        self._catalog_VF, self._users_UF = _ids(items), _ids(users)
-        self._features_RG = torch.cat([self._users_UF[:, 1:], unknown_G])
+        self._users_UF, self._items_VF = (side["ids"].to_numpy().astype(np.int64) for side in (users, items))
+        self._features_RG = torch.cat([torch.from_numpy(self._users_UF[:, 1:]), unknown_G])
         padding_F = [count - 1 for count in model.inputs.num_rows.values()]
-        self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
-        self._items_VE: torch.Tensor | None = None
+        self._inputs_PF = np.vstack([self._items_VF, padding_F])
 
     def __repr__(self) -> str:
         return (
@@ -122,10 +117,9 @@ class Recommender:
             users = self._users if history is None else [""]
         elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
             users = [users]
-        people = self._people(self._names(users, self._data.user).fill_null(""))
-        if history is not None:
-            people = people.with_columns(new=self._given_histories(len(people), history))
-        return self._whole(people, k)
+        names = self._names(users, self._data.user).fill_null("")
+        new = None if history is None else self._given_histories(len(names), history)
+        return self._whole(self._people(names, new), k)
 
     def _given_histories(self, num_users: int, history: Any) -> pl.Series:
         """Return the numbers of the known items of each of `num_users` users."""
@@ -140,39 +134,39 @@ class Recommender:
                 f"history: has {counted(len(lists), 'list')} for {counted(num_users, 'user')}; give one each"
             )
         found = [self._item_ids(self._names(items, self._data.item)) for items in lists]
-        return pl.Series([ids[ids >= 0].tolist() for ids in found], dtype=pl.List(pl.Int64))
+        return pl.Series([ids[ids >= 0].tolist() for ids in found], dtype=_ITEMS)
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
         users must have the same name as in training. If the table has the column of items, too, its rows are
         events, in the order of data.time's column or else of the rows: those that training lacks
         are added to what the model knows of a user. Raises UserError if the column of users is missing."""
-        return self._whole(self._from_events(self._events(as_frame(rows, "the rows").lazy().collect())), 10)
+        return self._whole(self._from_events(self._events(as_frame(rows, "the rows"), self._data)), 10)
 
-    def _events(self, rows: pl.DataFrame) -> pl.DataFrame:
+    def _events(self, rows: pl.DataFrame | pl.LazyFrame, d: RetrievalDataConfig) -> pl.DataFrame:
         """Return the rows that have a user: its name, and the item's number (-1: none that training knows),
-        in the order of their times. Raises UserError without the column of users."""
-        d = self._data
+        in the order of their times. d: names the columns. Raises UserError without that of users."""
+        rows = rows.lazy().select(by_name(*{d.user, d.item, d.time or d.user}, require_all=False)).collect()
         if d.user not in rows.columns:
-            raise UserError(f"the rows have no column {d.user!r} with users; add it")
-        numbers, order = np.full(len(rows), -1), np.arange(len(rows))
+            raise UserError(f"the rows have no column {d.user!r} with users; add it, or name it as data.user")
+        numbers, order, trained = np.full(len(rows), -1), np.arange(len(rows)), self._data
         if d.item in rows.columns:
-            numbers = self._item_ids(self._names(rows[d.item], d.item))
-        if d.time in rows.columns:
-            times = typed(rows[d.time], self._forms[d.time], d.no_value)
+            numbers = self._item_ids(self._names(rows[d.item], trained.item))
+        if d.time in rows.columns and trained.time is not None:
+            times = typed(rows[d.time], self._forms[trained.time], trained.no_value)
             if times.count():
                 order = np.argsort(in_time(times, f"data.time={d.time!r}"), kind="stable")
-        events = pl.DataFrame({"user": self._names(rows[d.user], d.user), "item": numbers})
+        events = pl.DataFrame({"user": self._names(rows[d.user], trained.user), "item": numbers})
         return events[order].drop_nulls("user")
 
     def _from_events(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Return the users of `_events`, each once, with the items that training does not have of them."""
+        """Return the people of `_events`, each once, with the items that training does not have of them."""
         people = self._people(events["user"].unique(maintain_order=True))
         known = people.select("user", item=self._history.gather(people["number"])).explode("item")
         new = events.filter(pl.col("item") >= 0).join(known, ["user", "item"], "anti", maintain_order="left")
         lists = new.group_by("user", maintain_order=True).agg(new="item")
-        people = people.drop("new").join(lists, "user", "left", maintain_order="left")
-        return people.with_columns(pl.col("new").fill_null([]))
+        joined = people.select("user").join(lists, "user", "left", maintain_order="left")
+        return people.with_columns(new=joined["new"].fill_null([]))
 
     def held(self, rows: object) -> tuple[HeldDataset, list[str]]:
         """Return the users of later interactions with the items to find, as a test part has them, and what is
@@ -186,25 +180,15 @@ class Recommender:
             frame = as_frame(rows, "the rows").lazy().collect()
         if d.item not in frame.columns:
             raise UserError(f"the rows have no column {d.item!r}; add it")
-        events = self._events(frame)
-        users_N, items_N = self._people(events["user"])["number"].to_numpy(), events["item"].to_numpy()
-        num_users = len(self._users)
-        pairs_N2 = np.stack([np.where(users_N < num_users, users_N, -1), items_N], 1)
-        seen, history = _flat(self._seen), _flat(self._history)
-        held = to_find(pairs_N2, (seen[0][:-1], seen[1]), num_users)
-        found = f"{counted(len(events), 'row')} with {counted(len(held[1]), 'item')} to find"
-        note = f"{found}; {not_evaluated(pairs_N2, len(held[1]))}"
-        if not len(held[1]):
-            raise UserError(f"there is nothing to find in {note}")
-        arrays = {
-            "valid_users": np.flatnonzero(np.diff(held[0])),
-            "users_UF": self._users_UF.numpy(),
-            "items_VF": self._catalog_VF.numpy(),
-            "inputs_PF": self._inputs_PF,
-        }
-        for name, (starts, items) in (("held", held), ("seen", seen), ("history", history)):
-            arrays |= {f"{name}_starts": starts, f"{name}_items": items}
-        return HeldDataset(arrays, "valid"), [note]
+        events, num_users = self._events(frame, d), len(self._users)
+        users_N = self._people(events["user"])["number"].to_numpy()
+        asked_N2 = np.stack([np.where(users_N < num_users, users_N, -1), events["item"].to_numpy()], 1)
+        starts, items = _flat(self._history)
+        met_N2 = np.stack([np.repeat(np.arange(num_users + 1), np.diff(starts)), items], 1)
+        sizes = num_users, len(self.items)
+        lists, texts = part_lists(met_N2, asked_N2, sizes, d.exclude_seen, "the rows")
+        arrays = {"users_UF": self._users_UF, "items_VF": self._items_VF, "inputs_PF": self._inputs_PF}
+        return HeldDataset(arrays, lists), ["; ".join([counted(len(events), "row"), *texts])]
 
     def predict_file(
         self,
@@ -233,28 +217,15 @@ class Recommender:
             raise UserError(f"--top {top}: give 1 or more items per user")
         # Before any work, so that a target that cannot be written costs none.
         files = find_files(str(path), "data.path")
-        done, known = _Recommended(table_target(out, files), top=top), self._data
-        given = {"recipe": self._config.recipe, "data": known.model_dump() | {"path": str(path)} | values}
-        data: Any = build_config(given).data
+        done = _Recommended(table_target(out, files), top=top)
+        section = self._data.model_dump() | {"path": str(path)} | values
+        data: Any = build_config({"recipe": self._recipe, "data": section}).data
         with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
             rows = read_rows(files, data, scratch, [data.user], as_text=True)
-            if data.user not in rows.names:
-                columns = ", ".join(rows.names)
-                raise UserError(f"{files[0]}: has no column {data.user!r} with users; columns: {columns}")
-            renamed = {data.user: known.user, data.item: known.item}
-            renamed |= {data.time: known.time} if data.time and known.time else {}
-            frame = rows.frame.select(by_name(*renamed, require_all=False)).collect()
-        people = self._from_events(self._events(frame.rename(renamed, strict=False)))
+            people = self._from_events(self._events(rows.frame, data))
         done.num_rows, done.num_rejected = len(people), len(rows.rejected)
         done.unknown = int((~self._has_vector(people)).sum())
-
-        def frames() -> Iterator[pl.DataFrame]:
-            for number, frame in enumerate(self._lists(people, top)):
-                if on_progress:
-                    on_progress("recommend items", min(len(people), number * self.batch_size), len(people))
-                yield frame
-
-        write_frames(frames(), _COLUMNS, done.out, rows.rejected)
+        write_frames(self._lists(people, top, on_progress), _COLUMNS, done.out, rows.rejected)
         return done
 
     def summary(self, done: _Recommended) -> list[str]:
@@ -270,20 +241,21 @@ class Recommender:
             lines.append(f"Without a known item: {users}, given the most popular items without a score")
         return lines + done.summary()
 
-    def _names(self, values: Any, side: str) -> pl.Series:
+    def _names(self, values: Any, column: str) -> pl.Series:
         """Return the names of users or items in the form that training settled; null for no value."""
-        cells = values if isinstance(values, pl.Series) else of_objects(side, list(values))
-        return as_names(cells, self._forms[side], self._data.no_value)
+        cells = values if isinstance(values, pl.Series) else of_objects(column, list(values))
+        return as_names(cells, self._forms[column], self._data.no_value)
 
     def _item_ids(self, names: pl.Series) -> Array:
         return np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
 
-    def _people(self, names: pl.Series) -> pl.DataFrame:
-        """Return users by their names: user, number in training (behind the last one: unknown), and new, the
-        items met besides those that training knows, here none."""
+    def _people(self, names: pl.Series, new: pl.Series | None = None) -> pl.DataFrame:
+        """Return people by their names: user, number in training (behind the last one: unknown), and new, the
+        numbers of the items met besides those that training knows (None: none)."""
         unknown = len(self._users)
         numbers = np.fromiter((self._numbers.get(name, unknown) for name in names), np.int64, len(names))
-        new = pl.Series([[]], dtype=pl.List(pl.Int64)).new_from_index(0, len(names))
+        if new is None:
+            new = pl.Series([[]], dtype=_ITEMS).new_from_index(0, len(names))
         return pl.DataFrame({"user": names, "number": numbers, "new": new})
 
     def _has_vector(self, people: pl.DataFrame) -> Array:
@@ -291,25 +263,18 @@ class Recommender:
         known_B: Array = people["number"].to_numpy() < len(self._users)
         return known_B | (people["new"].list.len().to_numpy() > 0)
 
-    def _items(self, device: torch.device) -> torch.Tensor:
-        """Return the items' vectors (V, E), to be multiplied with users' vectors on a device."""
-        if device.type != "cpu":
-            return self._model.catalog(self._catalog_VF)
-        if self._items_VE is None:
-            # Column by column, so that the product with one user's vector reads memory at its full speed: it
-            # takes 60 % of the time.
-            self._items_VE = self._model.catalog(self._catalog_VF).T.contiguous().T
-            self._model.eval()  # which drops the model's copy
-        return self._items_VE
-
     def _whole(self, people: pl.DataFrame, k: int) -> pl.DataFrame:
         return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._lists(people, k)])
 
     @torch.inference_mode()
-    def _lists(self, people: pl.DataFrame, k: int) -> Iterator[pl.DataFrame]:
-        """Yield the recommendations of `batch_size` users at a time. people: of `_people`."""
+    def _lists(
+        self, people: pl.DataFrame, k: int, on_progress: Callable[[str, int, int], None] | None = None
+    ) -> Iterator[pl.DataFrame]:
+        """Yield the recommendations of `batch_size` people at a time. people: of `_people`."""
         use_num_threads()
-        for part in people.iter_slices(self.batch_size) if len(people) else ():
+        for number, part in enumerate(people.iter_slices(self.batch_size) if len(people) else ()):
+            if on_progress:
+                on_progress("recommend items", number * self.batch_size, len(people))
             # The most popular items, for unknown users; those of the others are replaced below.
             items_BK = np.tile(np.arange(min(k, len(self.items))), (len(part), 1))
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
@@ -320,11 +285,8 @@ class Recommender:
                 batch = histories(*met, every, self._inputs_PF, self._model.longest)
                 features_BG = self._features_RG[numbers_B.to_numpy(writable=True)]
                 users_BE = self._model.vectors(batch["history_BLF"], batch["lengths_B"], features_BG)
-                hidden_BS = None
-                if self._data.exclude_seen:
-                    hidden = _flat(self._seen.gather(numbers_B).list.concat(scored["new"]))
-                    hidden_BS = lists_of(*hidden, every, -1)
-                items_VE = self._items(users_BE.device)
+                hidden_BS = lists_of(*met, every, -1) if self._data.exclude_seen else None
+                items_VE = self._model.catalog(torch.from_numpy(self._items_VF))
                 best = rank_rows(users_BE, items_VE, hidden_QS=hidden_BS, k=items_BK.shape[1])
                 items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
             # -1 where a user has met so many items that fewer than k are left.
@@ -345,10 +307,6 @@ def later_interactions(
 ) -> tuple[HeldDataset, list[str]]:
     """Return `Recommender.held` of a checkpoint's model."""
     return Recommender(checkpoint, config, lambda: model, 1).held(rows)
-
-
-def _ids(rows: pl.DataFrame) -> torch.Tensor:
-    return torch.from_numpy(rows["ids"].to_numpy().astype(np.int64))
 
 
 def _flat(lists: pl.Series) -> tuple[Array, Array]:

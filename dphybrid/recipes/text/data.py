@@ -5,7 +5,7 @@ Letters: B samples, T tokens of a sample.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import PACKED
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.store import Content, Prepared, Progress, Source, source_digests
+from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source, source_digests
 from dphybrid.data.table.delimited import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
@@ -26,7 +26,6 @@ from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import given_path, no_such_file
 
-_PARTS = ("train", "valid", "test")
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".tokens", ".raw")
 _CODE_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".js"),
@@ -80,6 +79,10 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
     return _WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"], num_bytes)
 
 
+Documents = list[tuple[str, str]]
+"""Names and texts."""
+
+
 @dataclass(frozen=True)
 class _TextSource(Source):
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
@@ -87,61 +90,57 @@ class _TextSource(Source):
 
     Attributes:
         root: The file or folder; None: the reference.
-        parts: The files of each part, if their names say so.
-        test_file: The test part, if it is given by itself.
+        parts: The files of each part; without files for "valid", documents of "train" are held out.
+        num_left_out: Text files whose names say no part, where others' do.
         pairs: Whether tokens are byte pairs.
     """
 
     data: TextDataConfig
     seed: int
     root: Path | None
-    text_files: tuple[Path, ...]
     parts: Mapping[str, tuple[Path, ...]]
-    test_file: Path | None
+    num_left_out: int
     pairs: bool
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return self.text_files + ((self.test_file,) if self.test_file else ())
+        return tuple(file for part in self.parts.values() for file in part)
 
     @property
     def options(self) -> dict[str, object]:
-        # Paths below the folder, not the folder's own: a moved folder is the same data.
-        folder = self.root if self.root and self.root.is_dir() else None
-        names = [file.relative_to(folder).as_posix() for file in self.text_files if folder]
         # What does not count for these tokens must not make a new folder.
         unused = {"path", "test_path", "tokens", "min_count" if self.pairs else "vocabulary"}
-        more = {"files": names, "pairs": self.pairs, "test_file": self.test_file is not None}
-        return self.data.model_dump(mode="json", exclude=unused) | more
+        names = {part: [self._name(file) for file in files] for part, files in self.parts.items()}
+        return self.data.model_dump(mode="json", exclude=unused) | {"parts": names, "pairs": self.pairs}
+
+    def _name(self, file: Path) -> str:
+        """Return the path below the folder, not the folder's own: a moved folder is the same data."""
+        root = self.root or file
+        return file.relative_to(root).as_posix() if file.is_relative_to(root) else ""
 
     def digests(self, progress: Progress) -> list[bytes]:
         own = [] if self.root else [repr(sorted(_python_reference().items())).encode()]
         return [*own, *source_digests(self.files, progress)]
 
-    def documents(self, files: Sequence[Path]) -> list[tuple[str, str]]:
-        """Return the documents that have text, with their names."""
-        return [document for document in self._documents(files) if document[1].strip()]
-
-    def _documents(self, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    def documents(self, part: str) -> Documents:
+        """Return the documents of a part that have text."""
+        files, encoding = self.parts[part], self.data.encoding
         if not files:
-            yield from sorted(_python_reference().items())
-        elif len(files) > 1 and self.root:
-            for file in files:
-                yield file.relative_to(self.root).as_posix(), read_text(file, self.data.encoding)
+            found = sorted(_python_reference().items())
+        elif len(files) > 1:
+            found = [(self._name(file), read_text(file, encoding)) for file in files]
         else:
-            text = read_text(files[0], self.data.encoding).strip()
+            text = read_text(files[0], encoding).strip()
             # Without blank lines each line is a document, so that there is something to hold out.
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
-            for number, paragraph in enumerate(paragraphs, start=1):
-                yield f"paragraph {number}", paragraph
+            found = [(f"paragraph {number}", paragraph) for number, paragraph in enumerate(paragraphs, 1)]
+        return [(name, text) for name, text in found if text.strip()]
 
-    def _parts(self, where: str) -> dict[str, list[tuple[str, str]]]:
-        """Return the documents of each part, in the order of `_PARTS`. Raises UserError for a single one."""
-        parts = {name: self.documents(files) for name, files in self.parts.items()}
-        if self.test_file:
-            parts["test"] = self.documents((self.test_file,))
+    def _parts(self, where: str) -> dict[str, Documents]:
+        """Return the documents of each part. Raises UserError if there is nothing to hold out."""
+        parts = {name: self.documents(name) for name in self.parts}
         if "valid" not in parts:
-            documents = parts.pop("train") if self.parts else self.documents(self.text_files)
+            documents = parts["train"]
             if len(documents) < 2:
                 raise UserError(
                     f"data.path={where}: found {counted(len(documents), 'document')} with words; two are "
@@ -151,54 +150,46 @@ class _TextSource(Source):
                 held = {i for i, (name, _) in enumerate(documents) if name in _HELD_TOPICS}
             else:
                 held = held_out([len(text) for _, text in documents], self.data.valid_fraction, self.seed)
-            for i, document in enumerate(documents):
-                parts.setdefault("valid" if i in held else "train", []).append(document)
-        return {name: parts[name] for name in _PARTS if name in parts}
+            parts["train"] = [document for i, document in enumerate(documents) if i not in held]
+            parts["valid"] = [document for i, document in enumerate(documents) if i in held]
+        return {name: parts[name] for name in PARTS if name in parts}
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        where = str(self.root) if self.root else "the Python reference"
+        d, where = self.data, str(self.root) if self.root else "the Python reference"
         progress("read documents", 0, 1)
         parts = self._parts(where)
         training = [text for _, text in parts["train"]]
         progress("number tokens", 0, 1)
         known: Tokens = (
-            Words.of(training, self.data.min_count)
-            if not self.pairs
-            else BytePairs.of(training, self.data.vocabulary)
+            BytePairs.of(training, d.vocabulary) if self.pairs else Words.of(training, d.min_count)
         )
-        tokens = {name: _tokens(known, part) for name, part in parts.items()}
         lines = [f"  text from {where}: {counted(sum(map(len, parts.values())), 'document')}, {known.note}"]
-        if self.parts:
-            named = [
-                f"{name} from {', '.join(f.name for f in some[:3])}" for name, some in self.parts.items()
-            ]
-            if left := len(self.text_files) - sum(map(len, self.parts.values())):
-                named.append(f"{counted(left, 'other file')} left out")
-            lines.append(f"  parts by name: {'; '.join(named)}")
-        for name, found in tokens.items():
-            if len(found) <= self.data.window:
-                part = {"train": "training", "valid": "validation"}.get(name, name)
+        if self.root and self.root.is_dir() and "valid" in self.parts:
+            left = counted(self.num_left_out, "other file")
+            lines.append(f"  parts by the names of files; {left} left out")
+        arrays = dict[str, Array]()
+        for name, documents in parts.items():
+            arrays[f"{name}_tokens"] = tokens = _tokens(known, documents)
+            if len(tokens) <= d.window:
                 raise UserError(
-                    f"data.path={where}: the {part} split has {len(found)} tokens, fewer than "
-                    f"data.window={self.data.window} needs; "
-                    "give more text, a smaller data.window, or another data.valid_fraction"
+                    f"data.path={where}: the {name} part has {len(tokens)} tokens, fewer than "
+                    f"data.window={d.window} needs; give more text, a smaller data.window, or another "
+                    "data.valid_fraction"
                 )
-            whole = "" if self.parts.get(name) else f"{len(parts[name])} whole documents, "
+            whole = "" if self.parts.get(name) else f"{len(documents)} whole documents, "
             lines.append(
-                f"  {len(found):,} tokens to train"
+                f"  {len(tokens):,} tokens to train"
                 if name == "train"
-                else f"  {name} split: {whole}{_counted(found, known)}"
+                else f"  {name} split: {whole}{_counted(tokens, known)}"
             )
-        info: dict[str, object] = {"num_words": len(known), "window": self.data.window, "end": known.end}
-        arrays = {f"{name}_tokens": found for name, found in tokens.items()}
-        num_bytes = known.num_bytes()
-        if num_bytes is not None:
+        info: dict[str, object] = {"num_words": len(known), "window": d.window, "end": known.end}
+        if (num_bytes := known.num_bytes()) is not None:
             arrays["token_bytes"], info["bytes"] = num_bytes, True
         extra = {"held_out": [name for name, _ in parts["valid"]]}
         return Content(arrays, info, lines, extra=extra, save=partial(save_tokens, known))
 
 
-def _tokens(known: Tokens, documents: Sequence[tuple[str, str]]) -> Array:
+def _tokens(known: Tokens, documents: Documents) -> Array:
     """Return the tokens of documents in one array, with the end after each: windows may cross documents."""
     texts = [text for _, text in documents]
     return np.array([n for ids in known.encode(texts) for n in (*ids, known.end)], np.int32)
@@ -221,11 +212,11 @@ def later_text(
     if isinstance(rows, str | Path):
         where = f"data.path={rows}"
         source = open_source(TextDataConfig(path=str(rows), encoding=config.data.model_dump()["encoding"]), 0)
-        if source.parts:
+        if len(source.parts) > 1:
             raise UserError(
                 f"{where}: has files named {' and '.join(source.parts)}; name those to evaluate on"
             )
-        documents = source.documents(source.files)
+        documents = source.documents("train")
     elif isinstance(rows, Sequence) and all(isinstance(text, str) for text in rows):
         documents = [("", text) for text in rows if text.strip()]
     else:
@@ -265,16 +256,16 @@ def _python_reference() -> dict[str, str]:
 
 def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
     """Return the files of the parts that their folders' names, or a word between dots of their own names,
-    such as wiki.train.tokens, say; none unless some are for training and others are not."""
+    such as wiki.train.tokens, say. All are for training unless some are and others are not."""
     parts: dict[str, list[Path]] = {}
     for file in files:
         folders, name = file.relative_to(root).parent.parts, re.sub(r"[-_]?\d+", "", file.name.lower())
         for words in (folders, name.split(".")):
-            if len(named := {*words} & {*_PARTS}) == 1:
+            if len(named := {*words} & {*PARTS}) == 1:
                 parts.setdefault(min(named), []).append(file)
                 break
-    by_part = {name: tuple(parts[name]) for name in _PARTS if name in parts}
-    return by_part if "train" in by_part and len(by_part) > 1 else {}
+    by_part = {name: tuple(parts[name]) for name in PARTS if name in parts}
+    return by_part if "train" in by_part and len(by_part) > 1 else {"train": tuple(files)}
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
@@ -283,29 +274,29 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     test = None if data.test_path is None else given_path(data.test_path, "data.test_path")
     if test and not test.is_file():
         raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
+    of_test = {"test": (test,)} if test else {}
     if data.path is None:
         data.check_unset("valid_fraction", "the language reference has validation topics of its own")
-        return _TextSource(data, seed, None, (), {}, test, _by_pairs(data, False))
+        return _TextSource(data, seed, None, {"train": ()} | of_test, 0, _by_pairs(data, False))
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise no_such_file(data.path, "data.path")
     files = _text_files(root) if root.is_dir() else (root,)
-    parts = _parts_of(files, root) if root.is_dir() else {}
+    parts = _parts_of(files, root) if root.is_dir() else {"train": files}
     sizes = [given_path(str(file), "data.path").stat().st_size for file in files]
     if not sum(sizes):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
-    if test and test.resolve() in (file.resolve() for file in files):
+    if test and ("test" in parts or test.resolve() in (file.resolve() for file in files)):
         raise UserError(
-            f"data.test_path={data.test_path}: is also among the files of data.path; move it away"
-        )
-    if test and "test" in parts:
-        raise UserError(
-            f"data.test_path={data.test_path}: the folder has {parts['test'][0].name}, too; keep one"
+            f"data.test_path={data.test_path}: data.path has a test file, too, or this one; keep one of them"
         )
     if "valid" in parts:
         data.check_unset("valid_fraction", f"{parts['valid'][0].name} is the validation split")
     code = sum(size for file, size in zip(files, sizes, strict=True) if _ends_in(file, _CODE_SUFFIXES))
-    return _TextSource(data, seed, root, files, parts, test, _by_pairs(data, 2 * code > sum(sizes)))
+    num_left_out = len(files) - sum(map(len, parts.values()))
+    return _TextSource(
+        data, seed, root, parts | of_test, num_left_out, _by_pairs(data, 2 * code > sum(sizes))
+    )
 
 
 def _text_files(folder: Path) -> tuple[Path, ...]:
