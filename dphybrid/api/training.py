@@ -1,6 +1,7 @@
 """`dphybrid.train`: trains a run on a frame or on files, by the same job as the command line. Its keywords
 name an experiment's values by field, by section or in full."""
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -22,6 +23,7 @@ from dphybrid.recipes.configs import (
 from dphybrid.recipes.registry import OF_TABLES, choose_recipe, find_recipe
 from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.files import make_folder, naming
+from dphybrid.util.importing import kept_from_gc
 
 if TYPE_CHECKING:
     from dphybrid.training.callbacks import Callback
@@ -93,8 +95,10 @@ def train(
             )
     if framed:
         checked = _with_frames(checked, framed, settings)
-    # After the checks, because it imports torch, which takes its time.
-    from dphybrid.run.job import run_job
+    # After the checks, because it imports torch, which takes its time. Only the first import is kept from the
+    # collector, and with it what the caller has by then.
+    with nullcontext() if "dphybrid.run.job" in sys.modules else kept_from_gc():
+        from dphybrid.run.job import run_job
 
     # Standard output belongs to the whole process: only the main thread may redirect it.
     silent = quiet and threading.current_thread() is threading.main_thread()

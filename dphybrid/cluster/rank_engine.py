@@ -20,8 +20,8 @@ from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Trained, dense_state
 from dphybrid.training.engine import TakeStep
-from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
+from dphybrid.training.parts import num_rows
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError

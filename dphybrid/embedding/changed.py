@@ -52,6 +52,12 @@ class ChangedRows:
         self.forget()
         for name, rows_U in rows.items():
             self._marks[name][rows_U.numpy()] = 1
+            self._updates[name] = 1
+        self._expected_versions = self._versions()
+
+    def untouched(self) -> set[str]:
+        """Return the tables that nothing has changed since the last `forget`, such as frozen ones."""
+        return {name for name, count in self._updates.items() if not count} - self.unknown()
 
     def unknown(self) -> set[str]:
         """Return the tables that something other than an update has changed since the last `forget`, or that

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -56,7 +55,7 @@ def parallel_apply(
     def call(index: int) -> object:
         given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
-        before, _local.replica = running(), Replica(index, count)
+        before, _local.replica = running_replica(), index
         try:
             return replicas[index](*arguments, **named[index])
         except Exception as error:
@@ -168,14 +167,6 @@ def _thread_state(devices: Devices, count: int) -> Callable[[int], ExitStack]:
 _local = threading.local()
 
 
-@dataclass(frozen=True)
-class Replica:
-    """The replica that a thread computes: `index` of `count`."""
-
-    index: int = 0
-    count: int = 1
-
-
-def running() -> Replica:
-    """Return the replica that this thread computes; replica 0 of 1 outside of any."""
-    return vars(_local).get("replica") or Replica()
+def running_replica() -> int:
+    """Return the number of the replica that this thread computes; 0 outside of any."""
+    return int(vars(_local).get("replica", 0))

@@ -18,32 +18,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dphybrid.parallel.applying import running
+from dphybrid.parallel.applying import running_replica
 from dphybrid.parallel.data_parallel import find_data_parallel
 from dphybrid.parallel.devices import Devices
 from dphybrid.parallel.nests import leaves
-from dphybrid.parallel.replication import check_module
-from dphybrid.parallel.scattering import connect, is_table, shared_tables
+from dphybrid.parallel.scattering import RowSource, connect, shared_tables
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights", "_flat_weight_refs"}
 """Names of torch's internal attributes of a module."""
 
-_ERRORS = ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
-
 _Values = dict[tuple[str, str], list[Tensor]]
 """(module, quantity) -> its tensors."""
-
-_Difference = tuple[str, str, float]
-"""(module, quantity, size relative to the largest value; infinite if there is no size)."""
 
 
 class _NotCompared(Exception):
     """The split cannot be compared, for the reason in the text."""
+
+
+class _Differs(Exception):
+    """A quantity of a module differs. The text names both, and the size of the difference."""
 
 
 def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
@@ -63,7 +62,7 @@ def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
     notes = [
         f"in {name or 'the model'}, {note}"
         for name, region in regions.items()
-        for note in check_module(region.module)
+        for note in notes_on(region.module)
     ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     numpy, state = sys.modules.get("numpy"), random.getstate()
@@ -71,9 +70,15 @@ def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
     try:
         gpus = range(torch.cuda.device_count())
         with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():
-            difference, idle = _compare(model, (args, kwargs))
+            idle = _compare(model, (args, kwargs))
     except _NotCompared as error:
         return f"not compared: {error}"
+    except _Differs as error:
+        problem = (
+            f"check_split: {error} between a split batch and the same batch on one device. Compute it "
+            "outside of the DataParallel, or wrap what all samples share in Whole(...)"
+        )
+        raise UserError("\n".join([problem, *notes])) from None
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -84,71 +89,79 @@ def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
             numpy.random.set_state(numpy_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    if difference is None:
-        unused = [f"{name or 'the model'} was not split, so it was not compared" for name in idle]
-        return "; ".join(["the same results split and on one device", *unused, *notes])
-    module, quantity, size = difference
-    by = "" if size == math.inf else f" by {size:.2g} of its largest value"
-    problem = (
-        f"check_split: {module or 'the model'}: {quantity} differs{by} between a split batch and the same "
-        "batch on one device. Compute it outside of the DataParallel, or wrap what all samples share in "
-        "Whole(...)"
-    )
-    raise UserError("\n".join([problem, *notes]))
+    unused = [f"{name or 'the model'} was not split, so it was not compared" for name in idle]
+    return "; ".join(["the same results split and on one device", *unused, *notes])
 
 
-def _compare(model: nn.Module, batch: Any) -> tuple[_Difference | None, list[str]]:
-    """Return the first difference, or None, and the names of regions that the batch does not split."""
-    whole, split = _Trial(model, batch, split=False), _Trial(model, batch, split=True)
-    shared = {id(weight) for weight in model.parameters()}  # of tables
-    copied = [
-        weight for trial in (whole, split) for weight in trial.model.parameters() if id(weight) not in shared
-    ]
+def notes_on(module: nn.Module) -> list[str]:
+    """Return one line for each layer that computes something else on several devices, or fails there: its
+    name and class, why, and the remedy."""
+    lines = []
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm):
+            why = "normalises each device's rows by themselves and keeps the first device's statistics; use "
+            why += "GroupNorm or LayerNorm, or batches large enough for each device"
+        elif isinstance(part, _InstanceNorm) and part.track_running_stats:
+            why = "keeps the statistics of the first device's rows; use track_running_stats=False"
+        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
+            why = "expects the batch on dim 1, but the split is on dim 0; set batch_first=True"
+        else:
+            continue
+        lines.append(f"{name or 'the module'} ({type(part).__name__}) {why}")
+    return lines
+
+
+def _compare(model: nn.Module, batch: Any) -> list[str]:
+    """Return the names of regions that the batch does not split. Raises _Differs for the first difference."""
+    whole, split = (_Trial(model, batch, split=is_split) for is_split in (False, True))
+    tables = {id(weight) for weight in model.parameters()}  # the copies share these weights
     for _ in range(2):
         whole.forward()
         try:
             split.forward()
-        except _ERRORS as error:
+        except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise UserError(f"check_split: works on one device and fails when split: {error}") from error
         idle = [name for name, replicas in split.replicas.items() if len(replicas) < 2]
         if len(idle) == len(split.regions):
             raise _NotCompared("no DataParallel was called with two rows or more")
-        difference = _first_difference(whole.parameters(), [split.parameters()], split.eps)
+        _must_agree(whole.parameters(), [split.parameters()], split.eps)
         for name, replicas in split.replicas.items():
             # All replicas but the first lose what forward writes to them, unless all write the same, as for a
             # cache.
-            if replicas and difference is None:
+            if replicas:
                 states = [_state(name, replica) for replica in replicas]
-                difference = _first_difference(_state(name, whole.regions[name].module), states, split.eps)
-        if difference := difference or _in_outputs(model, batch, whole, split):
-            return difference, idle
+                _must_agree(_state(name, whole.regions[name].module), states, split.eps)
+        try:
+            _must_agree(whole.values[0], split.values.values(), split.eps)
+        except _Differs:
+            _find_inside(model, batch, split.eps)
+            raise
         one, two = whole.gradients(), split.gradients()
         largest = max((_largest(gradient) for values in one.values() for gradient in values), default=0.0)
-        if difference := _first_difference(one, [two], split.eps, floor=8 * split.eps * largest):
-            return difference, idle
-        for weight in copied:
-            if weight.requires_grad:
+        _must_agree(one, [two], split.eps, floor=8 * split.eps * largest)
+        for weight in (*whole.model.parameters(), *split.model.parameters()):
+            if weight.requires_grad and id(weight) not in tables:
                 weight.data *= 1.1
-    return None, idle
+    return idle
 
 
-def _in_outputs(model: nn.Module, batch: Any, whole: "_Trial", split: "_Trial") -> _Difference | None:
-    """Return the first module whose output differs, if a region's does."""
-    of_region = _first_difference(whole.values[0], split.values.values(), split.eps)
-    if of_region is None:
-        return None
+def _find_inside(model: nn.Module, batch: Any, eps: float) -> None:
+    """Raise _Differs for the first module in a region whose input or output differs."""
     one, other = (_Trial(model, batch, split=False) for _ in range(2))
     one.forward()
     other.forward(seed=1)
-    if _first_difference(one.values[0], [other.values[0]], split.eps):
-        raise _NotCompared("the model draws random numbers that are not torch's, so no two steps are equal")
+    try:
+        _must_agree(one.values[0], [other.values[0]], eps)
+    except _Differs:
+        why = "the model draws random numbers that are not torch's, so no two steps are equal"
+        raise _NotCompared(why) from None
     one, two = (_Trial(model, batch, split=is_split, watch_all=True) for is_split in (False, True))
     for _ in range(2):  # the second call sees what the first one left behind
         one.forward()
         two.forward()
-    return _first_difference(one.values[0], two.values.values(), split.eps, join=True) or of_region
+    _must_agree(one.values[0], two.values.values(), eps, join=True)
 
 
 class _Trial(TorchDispatchMode):
@@ -199,7 +212,7 @@ class _Trial(TorchDispatchMode):
 
     def _note(self, name: str, quantity: str, _: nn.Module, *nests: Any) -> None:
         """Keep what a hook of a module is given: its inputs, or its inputs and output."""
-        values, what, call = self.values.setdefault(running().index, {}), quantity, 2
+        values, what, call = self.values.setdefault(running_replica(), {}), quantity, 2
         while (name, what) in values:
             what, call = f"{quantity} in call {call}", call + 1
         nest = nests if quantity == "its input" else nests[-1]
@@ -225,14 +238,13 @@ class _Trial(TorchDispatchMode):
 
     def gradients(self) -> _Values:
         """Return the gradients of a sum of the outputs in which each value has its own factor."""
-        draws, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64)
-        for output in (output for output in self.outputs if output.requires_grad):
-            values = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output.to_dense()
-            factors = torch.rand(values.shape, generator=draws).to(values) + 0.5
-            total = total + (values * factors).sum().double().cpu()
-        if total.requires_grad:
-            with self:  # activation checkpointing computes forwards again
-                total.backward()
+        draws, factors = torch.Generator().manual_seed(0), list[Tensor]()
+        outputs = [output.to_dense() for output in self.outputs if output.requires_grad]
+        for output in outputs:
+            kind = torch.complex64 if output.is_complex() else torch.float32
+            factors.append((torch.rand(output.shape, generator=draws, dtype=kind) + 0.5).to(output))
+        with self:  # activation checkpointing computes forwards again
+            torch.autograd.backward(outputs, factors)
         inputs = [tensor for tensor in _tensors(self.inputs) if tensor.requires_grad]
         wanted = {("the model", f"its input tensor {n}'s gradient"): leaf for n, leaf in enumerate(inputs)}
         wanted |= {(name, "its gradient"): weight for name, weight in self.model.named_parameters()}
@@ -258,16 +270,13 @@ def _copied(model: nn.Module) -> nn.Module:
                 memo[id(value)] = value.detach().clone()
     try:
         copied = copy.deepcopy(model, memo)
-    except _ERRORS as error:
-        if is_out_of_memory(error):
-            raise
+    except Exception as error:
         raise _NotCompared(f"the model cannot be copied: {error}") from error
     for part in copied.modules():
-        drops = isinstance(part, _DropoutNd | nn.RReLU)
-        if drops or (isinstance(part, _BatchNorm) and part.track_running_stats):
+        if isinstance(part, nn.RReLU) or (isinstance(part, _BatchNorm) and part.track_running_stats):
             part.training = False
         for name, value in vars(part).items():
-            if isinstance(value, float) and ("drop" in name or (drops and name == "p")):
+            if isinstance(value, float) and ("drop" in name or isinstance(part, _DropoutNd)):
                 vars(part)[name] = 0.0
     for parameter in copied.parameters():
         parameter.grad = None
@@ -283,33 +292,33 @@ def _state(name: str, module: nn.Module) -> _Values:
             if isinstance(leaf, Tensor | int | float) or hasattr(leaf, "__array__")
         ]
         for path, part in module.named_modules(prefix=name)
-        if not is_table(part)
+        if not isinstance(part, RowSource)
         for key, value in (part._buffers | vars(part)).items()
         if key not in _OF_TORCH and key not in part._parameters
     }
 
 
-def _first_difference(
+def _must_agree(
     whole: _Values, shares: Iterable[_Values], eps: float, join: bool = False, floor: float = 0.0
-) -> _Difference | None:
-    """Return (module, quantity, size) of the first tensor that differs from those of the shares.
+) -> None:
+    """Raise _Differs for the first tensor that differs from those of the shares.
 
     join: or from the shares joined on any dim. Inside of a module the batch may be on any dim, and what all
     samples share, such as a mask, is in each share. floor: differences up to it are rounding errors.
     """
     parts = list(shares)
-    for place, tensors in whole.items():
-        of_shares = [part[place] for part in parts if place in part]
+    for (module, quantity), tensors in whole.items():
+        of_shares = [part[module, quantity] for part in parts if (module, quantity) in part]
+        what = f"{module or 'the model'}: {quantity} differs"
         if {len(values) for values in of_shares} != {len(tensors)}:
-            return *place, math.inf
+            raise _Differs(what)
         for tensor, *pieces in zip(tensors, *of_shares, strict=True):
             sizes = [max(_difference(tensor, piece, eps, floor) for piece in pieces)]
             for dim in range(tensor.dim()) if join and tensor.layout is torch.strided else ():
                 if len({(*one.shape[:dim], *one.shape[dim + 1 :]) for one in (tensor, *pieces)}) == 1:
                     sizes.append(_difference(tensor, torch.cat(pieces, dim), eps, floor))
-            if min(sizes):
-                return *place, min(sizes)
-    return None
+            if size := min(sizes):
+                raise _Differs(what if size == math.inf else f"{what} by {size:.2g} of its largest value")
 
 
 def _difference(one: Tensor, two: Tensor, eps: float, floor: float) -> float:
@@ -329,14 +338,14 @@ def _difference(one: Tensor, two: Tensor, eps: float, floor: float) -> float:
     if not torch.equal(one.isnan(), two.isnan()):
         return math.inf
     apart = torch.where(one == two, 0.0, (one - two).abs()).nan_to_num(0.0, math.inf)
-    worst, largest = _largest(apart, math.inf), max(_largest(one), _largest(two))
+    worst, largest = float(apart.max()) if apart.numel() else 0.0, max(_largest(one), _largest(two))
     return worst / (largest or 1.0) if worst > tolerance * largest + floor else 0.0
 
 
-def _largest(tensor: Tensor, infinite: float = 0.0) -> float:
-    """Return the largest absolute value. infinite: what counts for an infinite one."""
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value that is finite."""
     values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-    return float(values.abs().nan_to_num(0.0, infinite, 0.0).max()) if values.numel() else 0.0
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
 
 
 def _eps(tensor: Tensor) -> float:

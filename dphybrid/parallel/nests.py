@@ -8,10 +8,10 @@ and dataclasses.
 
 import copy
 import dataclasses
+import gc
 import types
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AnySet
 from itertools import islice
 from typing import Any
 
@@ -48,9 +48,6 @@ def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
     return tensors[0] if len(tensors) == 1 else Parts(tensors)
 
 
-# Taking apart and putting together
-
-
 def is_leaf(value: object) -> bool:
     """Return whether torch's pytree must leave a value whole, although it would open it."""
     return isinstance(value, PackedSequence)  # a named tuple
@@ -61,8 +58,7 @@ def attributes(value: object) -> dict[str, object] | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, Whole | Parts | type):
         return None
     fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    names = dict.fromkeys([*fields, *getattr(value, "__dict__", {})])
-    return {name: getattr(value, name) for name in names}
+    return {name: getattr(value, name) for name in fields} | getattr(value, "__dict__", {})
 
 
 def with_attributes(value: object, changed: Mapping[str, object]) -> object:
@@ -77,22 +73,21 @@ def with_attributes(value: object, changed: Mapping[str, object]) -> object:
 def flatten(value: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
     """Return a nest's leaves, and a function that returns such a nest with other leaves."""
     outer, spec = pytree.tree_flatten(value, is_leaf)
-    opened = {n: flatten(inner) for n, leaf in enumerate(outer) if (inner := attributes(leaf)) is not None}
-    if not opened:
-        return outer, lambda leaves: pytree.tree_unflatten(leaves, spec)
+    parts = [_opened(leaf) for leaf in outer]
 
     def rebuilt(leaves: Sequence[object]) -> Any:
-        rest, items = iter(leaves), list(outer)
-        for index, leaf in enumerate(outer):
-            if index in opened:
-                inner, made = opened[index]
-                items[index] = with_attributes(leaf, made(list(islice(rest, len(inner)))))
-            else:
-                items[index] = next(rest)
-        return pytree.tree_unflatten(items, spec)
+        rest = iter(leaves)
+        return pytree.tree_unflatten([made(list(islice(rest, len(held)))) for held, made in parts], spec)
 
-    parts = (opened[index][0] if index in opened else [leaf] for index, leaf in enumerate(outer))
-    return [leaf for part in parts for leaf in part], rebuilt
+    return [leaf for held, _ in parts for leaf in held], rebuilt
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """`flatten` for what is no container of torch's pytree: a dataclass object or a leaf."""
+    if (held := attributes(value)) is None:
+        return [value], lambda leaves: leaves[0]
+    inner, made = flatten(held)
+    return inner, lambda leaves: with_attributes(value, made(leaves))
 
 
 def leaves(value: object) -> list[Any]:
@@ -104,10 +99,10 @@ def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) for everything in a nest that is not a container."""
     for keys, leaf in pytree.tree_flatten_with_path(value, is_leaf)[0]:
         where = path + pytree.keystr(keys)
-        if (of_leaf := attributes(leaf)) is None:
+        if (inner := attributes(leaf)) is None:
             yield where, leaf
         else:
-            yield from named_leaves(of_leaf, where)
+            yield from named_leaves(inner, where)
 
 
 def map_leaves(function: Callable[[Any], object], value: object) -> Any:
@@ -140,9 +135,6 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
     return map_leaves(mapped, value)
 
 
-# Rows
-
-
 def batch_tensor(value: object) -> Tensor | Parts | None:
     """Return the first tensor with dims, or `Parts`, of a value: the one whose split is recorded. What is
     `Whole` has no batch."""
@@ -173,24 +165,23 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     and for values that contain tensors or data but cannot be split.
     """
     try:
-        counts = {rows for leaf in leaves((args, kwargs)) if (rows := _num_rows(leaf, dim)) is not None}
+        counts = {_num_rows(leaf, dim) for leaf in leaves((args, kwargs))} - {None}
+        if len(counts) < 2 and -1 not in counts:
+            return counts.pop() if counts else None
     except UserError:
-        for path, leaf in named_inputs(args, kwargs):
-            try:
-                _num_rows(leaf, dim)
-            except UserError as error:
-                raise UserError(f"{path}: {error}") from None
-        raise
-    if len(counts) > 1 or -1 in counts:
-        sized = ((path, _num_rows(leaf, dim)) for path, leaf in named_inputs(args, kwargs))
-        listed = ", ".join(
-            f"{path}: {f'no dim {dim}' if rows == -1 else rows}" for path, rows in sized if rows is not None
-        )
-        raise UserError(
-            f"tensors disagree on their rows (dim {dim}): {listed}; give each one row per sample, or wrap "
-            "what all replicas share in Whole(...)"
-        )
-    return counts.pop() if counts else None
+        pass  # raised below, with the path
+    listed = []
+    for path, leaf in named_inputs(args, kwargs):
+        try:
+            rows = _num_rows(leaf, dim)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        if rows is not None:
+            listed.append(f"{path}: {f'no dim {dim}' if rows == -1 else rows}")
+    raise UserError(
+        f"tensors disagree on their rows (dim {dim}): {', '.join(listed)}; give each one row per sample, or "
+        "wrap what all replicas share in Whole(...)"
+    )
 
 
 def _num_rows(leaf: object, dim: int) -> int | None:
@@ -241,22 +232,12 @@ def _refuse_unsplittable(leaf: Any) -> None:
             f"a {kind} is not split; give torch.from_numpy(...) or another tensor, or Whole(...) for what "
             "all replicas share"
         )
-    if isinstance(leaf, nn.Module) or any(isinstance(part, Tensor) for part in leaves(_held_by(leaf))):
+    # Attributes, slots and items. A function refers to all globals of its module, and so does the module.
+    no_data = types.FunctionType | types.ModuleType | type
+    held = [] if isinstance(leaf, no_data) else leaves(gc.get_referents(leaf))
+    if isinstance(leaf, nn.Module) or any(isinstance(part, Tensor) for part in held):
         raise UserError(
             f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list, dict "
             "or dataclass, register the class with torch.utils._pytree, or wrap what all replicas share in "
             "Whole(...)"
         )
-
-
-def _held_by(value: Any) -> list[object]:
-    """Return what an object holds directly: attributes, slots, and the items of a collection."""
-    if isinstance(value, type | types.ModuleType):
-        return []
-    slots = (slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()))
-    values = [getattr(value, slot, None) for slot in slots]
-    if isinstance(value, Mapping):
-        values += value.values()
-    elif isinstance(value, AnySet | list | tuple):
-        values += value
-    return [*values, *getattr(value, "__dict__", {}).values()]

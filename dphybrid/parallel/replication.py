@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
@@ -194,22 +192,3 @@ def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> No
                     f"DataParallel: {key} of {which} is on {tensor.device}, and parameters live on {home}; "
                     "move the module there"
                 )
-
-
-def check_module(module: nn.Module) -> list[str]:
-    """Return one line for each part of a region's module that differs on several devices, or fails there:
-    its name and class, why, and the remedy."""
-    lines = []
-    for name, part in module.named_modules():
-        if (reason := unsuitable(part)) is None:
-            if isinstance(part, _BatchNorm):
-                why = "normalises each device's rows by themselves and keeps the first device's statistics"
-                reason = why, "use GroupNorm or LayerNorm, or batches large enough for each device"
-            elif isinstance(part, _InstanceNorm) and part.track_running_stats:
-                why = "keeps the statistics of the first device's rows"
-                reason = why, "use track_running_stats=False, or GroupNorm"
-            elif isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
-                reason = "expects the batch on dim 1, but the split is on dim 0", "set batch_first=True"
-        if reason is not None:
-            lines.append(f"{name or 'the module'} ({type(part).__name__}) {reason[0]}; {reason[1]}")
-    return lines

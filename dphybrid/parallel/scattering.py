@@ -105,11 +105,6 @@ class SharedTable(RowSource, Protocol):
         ...
 
 
-def is_table(part: object) -> bool:
-    """Return whether a part of a model is a table in host memory, not replicated and not copied."""
-    return isinstance(part, RowSource)
-
-
 def shared_tables(module: nn.Module) -> dict[str, nn.Module]:
     """Return the tables inside a module by name, without the parts of which they consist."""
     tables: dict[str, nn.Module] = {}

@@ -1,11 +1,12 @@
 """Evaluates a trained model on rows with known answers: the recipe's metrics with their intervals; for a
-table also the predicted class at each threshold, and each class.
+table also the predicted class at each threshold, each class, and figures. Trainings do not import
+scikit-learn, which takes a second.
 
 Letters: B rows, R bootstrap samples, C classes.
 """
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,22 @@ import numpy as np
 import polars as pl
 import torch
 from polars.selectors import by_name
-from sklearn.metrics import precision_recall_fscore_support
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import confusion_matrix, precision_recall_curve, precision_recall_fscore_support
 from torch import Tensor, nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.data.batches import Array, ArrayDataset
+from dphybrid.data.batches import Array, ArrayDataset, evenly_spaced
 from dphybrid.data.table.encoder import Unknown
 from dphybrid.data.table.frames import as_frame, rows_of
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.report import chart_figure
-from dphybrid.serving.curves import figures
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.html import html_of, table
 from dphybrid.training.bootstrap import interval, resampled
 from dphybrid.training.checkpoint import read_state
+from dphybrid.training.label_tasks import LabelTask
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
@@ -38,6 +40,10 @@ from dphybrid.util.text import aligned, metric_text
 SAMPLES = 200
 """How often rows are drawn again for an interval."""
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_BINS = 10
+_SHOWN_POINTS = 200
+_SHOWN_CLASSES = 12
+"""Most classes of a confusion matrix: the most frequent ones."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -109,13 +115,7 @@ def _cell(value: object) -> str:
     return "-" if value is None else metric_text(value) if isinstance(value, float) else str(value)
 
 
-def evaluate(
-    predictor: Predictor,
-    rows: object,
-    *,
-    seed: int = 0,
-    on_progress: Progress | None = None,
-) -> Evaluation:
+def evaluate(predictor: Predictor, rows: object, on_progress: Progress | None = None) -> Evaluation:
     """Evaluate a model on rows that have its label.
 
     Raises UserError if the label's column or another one is missing, for a label that is no number or class
@@ -141,7 +141,7 @@ def evaluate(
     arrays = {name: tensor.numpy() for name, tensor in encoded.items()}
     data = ArrayDataset(arrays, np.arange(len(labels_B)))
     outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
-    metrics, intervals = _measured(predictor.task, outputs, seed, on_progress)
+    metrics, intervals = _measured(predictor.task, outputs, on_progress)
     probabilities = predictor.task.link(outputs["logits"]).numpy()
     return Evaluation(
         num_rows=len(frame),
@@ -152,7 +152,7 @@ def evaluate(
         thresholds=_thresholds(labels_B.numpy(), probabilities) if label.task == "binary" else None,
         classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
         notes=unknown.lines(predictor.encoder.columns),
-        charts=figures(predictor.task, outputs),
+        charts=_figures(predictor.task, outputs),
     )
 
 
@@ -180,7 +180,7 @@ def evaluate_checkpoint(
     loaded, task = model(), recipe.task_of(config, state.info)
     data, notes = recipe.samples(checkpoint, config, loaded, rows)
     outputs = validation_outputs(loaded, data, batch_size or config.train.batch_size, task)
-    metrics, intervals = _measured(task, outputs, 0, on_progress)
+    metrics, intervals = _measured(task, outputs, on_progress)
     return Evaluation(
         num_rows=len(data),
         left_out=0,
@@ -194,10 +194,10 @@ def evaluate_checkpoint(
 
 
 def _measured(
-    task: Task, outputs: dict[str, Tensor], seed: int, on_progress: Progress | None
+    task: Task, outputs: dict[str, Tensor], on_progress: Progress | None
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
     """Return the metrics and their intervals."""
-    metrics, drawn = task.compute(outputs), resampled(task, [outputs], SAMPLES, seed, on_progress)
+    metrics, drawn = task.compute(outputs), resampled(task, [outputs], SAMPLES, 0, on_progress)
     return metrics, {
         name: interval([found[name] for (found,) in drawn] or [value]) for name, value in metrics.items()
     }
@@ -235,3 +235,43 @@ def _classes(predictor: Predictor, labels_B: Array, probabilities: Array) -> pl.
     )
     columns = {"class": predictor.classes, "rows": rows_C, "precision": precision_C, "recall": recall_C}
     return pl.DataFrame({**columns, "f1": f1_C}).fill_nan(None)
+
+
+def _figures(task: LabelTask, outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
+    """Return the figures of a model's outputs for rows with a label: those of a run's report, and for classes
+    calibration (of several: of the predicted one) and the confusion matrix, for two also precision and
+    recall; for numbers the residuals."""
+    shown: list[Chart | Confusion] = [*(task.charts(outputs) if task.charts else [])]
+    predicted, labels_B = task.link(outputs["logits"]).numpy(), outputs["labels_B"].numpy()
+    if task.label.task == "regression":
+        rows = evenly_spaced(len(labels_B), _SHOWN_POINTS)
+        left_B = task.link(outputs["labels_B"]).numpy() - predicted
+        axes = ("predicted", "observed - predicted")
+        return [*shown, Chart.of("residuals", "Residuals", axes, predicted[rows], left_B[rows], line="zero")]
+    numbers_B = labels_B.astype(np.int64)
+    if task.label.task == "binary":
+        precision_T, recall_T, _ = precision_recall_curve(numbers_B, predicted)
+        rows, axes = evenly_spaced(len(recall_T), _SHOWN_POINTS), ("recall", "precision")
+        curve = recall_T[rows], precision_T[rows]
+        title = "Precision and recall"
+        shown.append(Chart.of("precision_recall", title, axes, *curve, line="none", drawn="line"))
+        found_B, right_B, certain_B = (predicted >= 0.5).astype(np.int64), numbers_B, predicted
+        axes = ("mean probability", f"share of rows that are {task.label.classes[1]}")
+    else:
+        found_B, certain_B = predicted.argmax(1), predicted.max(1)
+        right_B = (found_B == numbers_B).astype(np.int64)
+        axes = ("mean probability of the predicted class", "share of rows predicted correctly")
+    share_T, mean_T = calibration_curve(right_B, certain_B, n_bins=_BINS, strategy="quantile")
+    calibration = Chart.of("calibration", "Calibration", axes, mean_T, share_T)
+    return [*shown, calibration, _confusion(task.label.classes, numbers_B, found_B)]
+
+
+def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array) -> Confusion:
+    frequent = np.argsort(-np.bincount(labels_B, minlength=len(classes)), kind="stable")[:_SHOWN_CLASSES]
+    numbers = np.sort(frequent)
+    title = "Rows of each class by predicted class (shares)"
+    if len(classes) > len(numbers):
+        title = f"{title}; the {len(numbers)} most frequent of {len(classes)} classes"
+    counts_CC = confusion_matrix(labels_B, found_B, labels=numbers)
+    names = [classes[number] for number in numbers]
+    return Confusion(name="confusion", title=title, classes=names, counts=counts_CC.tolist())

@@ -142,11 +142,6 @@ class CheckpointState(Page):
         """One checksum for each file: the CRC-32 of a tensor file, the sha256 of another one."""
         return {**self.sha256, **self.crc32}
 
-    @property
-    def sums(self) -> dict[str, dict[str, str]]:
-        """The checksums by kind, as `verify_files` takes them."""
-        return {"sha256": self.sha256, "crc32": self.crc32}
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -213,7 +208,7 @@ def verify_checkpoint(path: Path) -> CheckpointState:
     that names the first damaged file, and for links, pipes, devices and files that the page does not list."""
     own_files(path, REMEDY)  # before the page is opened
     page = read_state(path)
-    verify_files(path, STATE, page.sums, REMEDY)
+    verify_files(path, STATE, {"sha256": page.sha256, "crc32": page.crc32}, REMEDY)
     return page
 
 
@@ -343,37 +338,35 @@ def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) 
         read_table(path, *sources[key], target)
 
 
-def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def flatten_optimizer(state: dict[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split an optimizer's state into its tensors by name (references) and a page of everything else.
 
     The tensor names of a combined optimizer start with the number of their part: `1/0.exp_avg`.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors, numbers = dict[str, Tensor](), dict[str, Any]()
     if "optimizers" in state:
-        parts = [flatten_optimizer(one) for one in state["optimizers"]]
-        tensors = {
-            f"{number}/{name}": tensor
-            for number, (of_part, _) in enumerate(parts)
-            for name, tensor in of_part.items()
-        }
+        parts = [flatten_optimizer(part, f"{prefix}{n}/") for n, part in enumerate(state["optimizers"])]
+        for of_part, _ in parts:
+            tensors |= of_part
         return tensors, {"optimizers": [page for _, page in parts]}
-    numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for key, value in entries.items():
-            kept = tensors if isinstance(value, Tensor) else numbers
-            kept[f"{index}.{key}"] = value
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}{index}.{key}"] = value
+            else:
+                numbers[f"{index}.{key}"] = value
     return tensors, {"groups": state["param_groups"], "numbers": numbers}
 
 
-def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> dict[str, Any]:
+def _unflatten_optimizer(
+    tensors: Mapping[str, Tensor], page: dict[str, Any], prefix: str = ""
+) -> dict[str, Any]:
     if "optimizers" in page:
-        of_parts: list[dict[str, Tensor]] = [{} for _ in page["optimizers"]]
-        for name, tensor in tensors.items():
-            number, _, key = name.partition("/")
-            of_parts[int(number)][key] = tensor
-        return {"optimizers": list(map(_unflatten_optimizer, of_parts, page["optimizers"]))}
+        parts = enumerate(page["optimizers"])
+        return {"optimizers": [_unflatten_optimizer(tensors, part, f"{prefix}{n}/") for n, part in parts]}
+    of_part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
     state: dict[int, dict[str, Any]] = {}
-    for name, value in {**tensors, **page["numbers"]}.items():
+    for name, value in {**of_part, **page["numbers"]}.items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     return {"state": state, "param_groups": page["groups"]}

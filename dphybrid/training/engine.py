@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -17,14 +17,15 @@ from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Stateful, Trained, how_to_continue
 from dphybrid.training.clock import StageClock
-from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
+from dphybrid.training.parts import num_rows
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
 if TYPE_CHECKING:
+    from dphybrid.tracking import Tracker
     from dphybrid.training.step import Step
 
 Batch = dict[str, Tensor]
@@ -140,21 +141,6 @@ class Engine:
         return {}
 
 
-# A protocol, because training must not import tracking.
-class _Recorder(Protocol):
-    """The record of a training. `dphybrid.tracking.Tracker` implements and documents these methods."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def log_file(self, path: Path, folder: str) -> None: ...
-
-    def log_checkpoints(self, kept: Sequence[Mapping[str, Any]], dataset: tuple[str, str] | None) -> None: ...
-
-    def set_tags(self, tags: Mapping[str, str]) -> None: ...
-
-    def keep(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Session:
     """The parts of one training.
@@ -178,7 +164,7 @@ class Session:
     train_data: Dataset
     valid_data: Dataset
     task: Task
-    tracker: _Recorder
+    tracker: "Tracker"
     clock: StageClock
     splits: SplitLog
     stop: StopRequest

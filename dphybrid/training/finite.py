@@ -3,6 +3,7 @@ checkpoint."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ def gradient_sum(parameters: Iterable[Tensor]) -> float:
     for grad in (parameter.grad for parameter in parameters):
         if grad is not None:
             values = grad._values() if grad.is_sparse else grad
-            # If only the sum overflows, `not_finite` checks each gradient, finds nothing, and the step is
-            # taken.
             sums.setdefault(values.device, []).append(values.sum().double())
     # One float() for each device: each makes the host wait for that device.
     return sum(float(torch.stack(parts).sum()) for parts in sums.values())
@@ -52,9 +51,8 @@ def not_finite(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clip
             *((f"the gradient of {name}", weight.grad, None) for name, weight, _ in parameters),
         ]
     )
-    if problem is not None:
-        return " is ".join(problem)
-    return "the gradients' norm is infinite, although each of them is finite" if clipped else ""
+    norm = "the gradients' norm is infinite, although each of them is finite" if clipped else ""
+    return " is ".join(problem) or norm
 
 
 def check_finite(
@@ -66,27 +64,19 @@ def check_finite(
     rows: the rows of tables and of their states that may have changed. checkpoints: folder of the earlier
     checkpoints; the message names the last one.
     """
-    problem = _first_problem(rows) or _bad_block(model) or _first_problem(_dense_states(model, dense))
-    if problem is not None:
+    if problem := _first_problem(chain(rows, _blocks(model), _states(model, dense))):
         raise UserError(
             f"{problem[0]} is not a finite number at step {step}, so no checkpoint was written; lower "
             f"train.lr or table.lr, or set train.clip_norm, and {how_to_continue(checkpoints)}"
         )
 
 
-def bad_weight(model: nn.Module) -> str | None:
+def bad_weight(model: nn.Module) -> str:
     """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight row 3",
-    or None."""
+    or ""."""
     tables = ((f"table {name}", table.settled(), None) for name, table in find_tables(model).items())
-    problem = _first_problem(tables) or _bad_block(model)
-    return None if problem is None else problem[0]
-
-
-def _bad_block(model: nn.Module) -> tuple[str, str] | None:
-    """Return the first of a model's dense parameters and buffers that is NaN or infinite. Buffers may be
-    infinite (masks are) but not NaN."""
-    buffers = ((f"buffer {name}", buffer, None) for name, buffer in model.named_buffers())
-    return _first_problem(_parameters(model)) or _first_problem(buffers, infinite_too=False)
+    problem = _first_problem(chain(tables, _blocks(model)))
+    return problem[0] if problem else ""
 
 
 def _parameters(model: nn.Module) -> list[Rows]:
@@ -95,7 +85,14 @@ def _parameters(model: nn.Module) -> list[Rows]:
     return [(f"parameter {name}", value, None) for name, value in model.named_parameters() if dense(value)]
 
 
-def _dense_states(model: nn.Module, dense: torch.optim.Optimizer | None) -> Iterator[Rows]:
+def _blocks(model: nn.Module) -> Iterator[Rows]:
+    """Yield the dense parameters and the buffers by name."""
+    yield from _parameters(model)
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer.masked_fill(buffer.isinf(), 0), None  # masks are infinite
+
+
+def _states(model: nn.Module, dense: torch.optim.Optimizer | None) -> Iterator[Rows]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for weight, states in (dense.state if dense is not None else {}).items():
         for key, state in states.items():
@@ -103,22 +100,21 @@ def _dense_states(model: nn.Module, dense: torch.optim.Optimizer | None) -> Iter
                 yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None
 
 
-def _first_problem(tensors: Iterable[Rows], infinite_too: bool = True) -> tuple[str, str] | None:
-    """Return (name and row, value) of the first entry that is NaN or infinite, or None."""
+def _first_problem(tensors: Iterable[Rows]) -> tuple[str, ...]:
+    """Return (name and row, value) of the first entry that is NaN or infinite, or ()."""
     for name, tensor, ids_U in tensors:
         if tensor is None:
             continue
         # A table spread over several processes is no Tensor: each process checks its own rows.
-        bad = first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
+        bad = first_bad(tensor) if isinstance(tensor, Tensor) else tensor.first_bad()
         if bad is not None:
             row = bad[0] if ids_U is None else int(ids_U[bad[0]])
             return f"{name}{f' row {row}' if tensor.dim() else ''}", str(bad[1])
-    return None
+    return ()
 
 
-def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | None:
-    """Return row and value of the first entry that is NaN or infinite, or None. infinite_too: False accepts
-    infinite entries."""
+def first_bad(tensor: Tensor) -> tuple[int, float] | None:
+    """Return row and value of the first entry that is NaN or infinite, or None."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
@@ -128,8 +124,8 @@ def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | 
         # overflows, isfinite decides. Half-precision sums would overflow too often.
         if math.isfinite(float(block.sum(dtype=torch.float32 if block.element_size() < 4 else None))):
             continue
-        bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)
-        if bool(bad.any()):
-            first, row = int(bad.nonzero()[0]), max(1, tensor[0].numel() if tensor.dim() else 1)
-            return (start * _BLOCK + first) // row, float(block[first])
+        bad = (~block.isfinite()).nonzero()
+        if len(bad):
+            row = max(1, tensor[0].numel() if tensor.dim() else 1)
+            return (start * _BLOCK + int(bad[0])) // row, float(block[int(bad[0])])
     return None

@@ -17,10 +17,10 @@ from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Session
 from dphybrid.training.finite import bad_weight
-from dphybrid.training.memory import ids_of_parts
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
+from dphybrid.training.parts import ids_of_parts
 from dphybrid.training.results import SavingCosts
 from dphybrid.training.saving import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
@@ -56,7 +56,6 @@ def train(session: Session, observer: Observer) -> None:
             observer.epoch_begins(steps_per_epoch)
             for batch in observer.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
-                observer.step_begins()
                 with stage("forward"):  # `Step.update` times what is not, as inner stages
                     loss, weight = take(step, batch)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1

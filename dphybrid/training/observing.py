@@ -1,13 +1,12 @@
 """Observation of a training: printed lines of loss and speed, stage times, splits, and a profile."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import profile
+from torch.profiler import ProfilerAction, profile
 
 from dphybrid.data import rows_of_batch
 from dphybrid.embedding import RowPipeline
@@ -20,40 +19,30 @@ from dphybrid.util.stages import stage, timed
 from dphybrid.util.text import metric_text
 
 
-class _StepProfiler:
-    """Runs torch's profiler during `steps`. The trace is written to `folder` and recorded; it opens in
-    Perfetto (https://ui.perfetto.dev). record: takes the file and a folder of the record."""
+def _profiler(session: Session) -> profile:
+    """Return torch's profiler of `session.profile_steps`, of which `step()` is to be called after each step.
+    It writes a trace into the run's folder and records it; it opens in Perfetto
+    (https://ui.perfetto.dev)."""
+    steps, progress = session.profile_steps, session.trained.progress
 
-    def __init__(self, steps: range, folder: Path, record: Callable[[Path, str], None]) -> None:
-        self._steps, self._folder, self._record = steps, folder, record
-        self._running: profile | None = None
+    def action(_: int) -> ProfilerAction:
+        if progress.step + 1 not in steps:  # the step that runs next
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD_AND_SAVE if progress.step + 1 == steps[-1] else ProfilerAction.RECORD
 
-    def before(self, step: int) -> None:
-        """Start the profile if `step`, which runs next, is one to profile. Steps are counted from 1."""
-        if self._running is None and step in self._steps:
-            # Without `activities` torch records every kind that this machine supports. All threads, because
-            # the pipeline prefetches rows in a thread of its own.
-            every_thread = _ExperimentalConfig(profile_all_threads=True)
-            self._running = profile(record_shapes=True, experimental_config=every_thread)
-            self._running.start()
-
-    def after(self, step: int) -> None:
-        """End the profile if `step`, which has run, was the last one to profile."""
-        if step + 1 not in self._steps:
-            self.stop()
-
-    def stop(self) -> None:
-        """End the profile, if one is running, and write its trace."""
-        if self._running is None:
-            return
-        # Cleared before stopping: `Observer.running` calls this again if it fails.
-        running, self._running = self._running, None
-        running.stop()
-        path = self._folder / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json.gz"
-        running.export_chrome_trace(str(path))
-        which = f"steps {self._steps[0]} to {self._steps[-1]}"
+    def write(profiled: profile) -> None:
+        path = session.checkpoints.parent / f"trace-steps-{steps[0]}-{steps[-1]}.json.gz"
+        profiled.export_chrome_trace(str(path))
+        which = f"steps {steps[0]} to {steps[-1]}"
         print(f"Profile of {which}: {path} (opens in https://ui.perfetto.dev)", flush=True)
-        self._record(path, "profile")
+        session.tracker.log_file(path, "profile")
+
+    # Without `activities` torch records every kind that this machine supports. All threads, because the
+    # pipeline prefetches rows in a thread of its own.
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
+    return profile(
+        schedule=action, on_trace_ready=write, record_shapes=True, experimental_config=every_thread
+    )
 
 
 class Observer:
@@ -64,9 +53,7 @@ class Observer:
         """gpus: UUIDs of the GPUs whose load is logged."""
         self._session, self._display = session, display
         self.system = SystemMetrics(gpus)
-        self._profiler = _StepProfiler(
-            session.profile_steps, session.checkpoints.parent, session.tracker.log_file
-        )
+        self._profiler = _profiler(session) if session.profile_steps else None
         self._full = rows_of_batch(session.train_data, session.config.train.batch_size)
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
@@ -82,11 +69,9 @@ class Observer:
         with (
             timed(self._session.clock),
             stage("other"),  # the outermost stage: what no inner one counts
+            self._profiler or nullcontext(),
         ):
-            try:
-                yield
-            finally:
-                self._profiler.stop()
+            yield
 
     def epoch_begins(self, steps: int) -> None:
         progress = self._session.trained.progress
@@ -102,11 +87,6 @@ class Observer:
                 return
             yield batch
 
-    def step_begins(self) -> None:
-        if self._session.profile_steps:
-            with stage("profile"):
-                self._profiler.before(self._session.trained.progress.step + 1)
-
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
         """Count a step.
 
@@ -117,9 +97,9 @@ class Observer:
         """
         session, step = self._session, self._session.trained.progress.step
         self.times.end(full=rows == self._full)
-        if session.profile_steps:
+        if self._profiler is not None:
             with stage("profile"):
-                self._profiler.after(step)
+                self._profiler.step()
         with stage("log"):
             self._added.append((loss, weight))
             self._steps += 1

@@ -2,9 +2,9 @@
 rows and of dense parameters; a whole table is read while it goes on (`embedding.snapshot`).
 
 A full checkpoint holds each table in one file. A checkpoint between two full ones holds a hard link to the
-table file of the last full one, and the rows changed since (see `tensor_file`). A frozen table is written
-once, and linked by every later checkpoint. Each folder is therefore complete by itself, whichever other
-checkpoint is removed.
+table file of the last full one, and the rows changed since (see `tensor_file`). Every checkpoint links the
+file of a table that nothing has changed, such as a frozen one. Each folder is therefore complete by itself,
+whichever other checkpoint is removed.
 
 Letters: U changed rows of a table.
 """
@@ -72,7 +72,7 @@ class _Copied:
 
     @property
     def is_linked(self) -> bool:
-        """Whether the table is frozen and its file in the checkpoint before is up to date."""
+        """Whether the table's file in the checkpoint before is up to date."""
         return not self.by_row
 
 
@@ -102,8 +102,6 @@ class CheckpointWriter:
         self._in_place = in_place
         self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
         self._by_hand: set[str] = set()
-        # Frozen tables in the latest checkpoint: weight and its version.
-        self._frozen: dict[str, tuple[Tensor, int]] = {}
         self._latest: Path | None = None
         self._since_full = 0
         # A single thread: a checkpoint links files of the one before, which must be complete by then.
@@ -134,7 +132,6 @@ class CheckpointWriter:
         if self._changes is not None:
             changed = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
             self._changes.restore({name: ids_U for name, ids_U in changed.items() if ids_U is not None})
-        self._frozen = self._frozen_tables()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs so far, fit for JSON."""
@@ -201,7 +198,7 @@ class CheckpointWriter:
         if not partly and self._changes is not None:
             self._changes.forget()
         # Before it is written: should that fail, `wait` raises before the next checkpoint links to it.
-        self._latest, self._frozen = final, self._frozen_tables()
+        self._latest = final
         stall_s = time.perf_counter() - start
 
         def work() -> None:
@@ -228,30 +225,19 @@ class CheckpointWriter:
             self.wait()
         return final
 
-    def _frozen_tables(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the weights that are not trained, and their versions, by table."""
-        tables, rows = find_tables(self._trained.model), self._trained.rows
-        trained = {} if rows is None else {name: rows.states_of(name) for name in rows.tables}
-        return {
-            name: (table.weight, table.weight._version)
-            for name, table in tables.items()
-            if not table.weight.requires_grad and not trained.get(name)
-        }
-
     def _copies(self) -> dict[str, _Copied]:
         """Return for each table copies of its changed rows; or all rows, not copied, if the changed ones are
         unknown or too many."""
-        rows, changed = self._trained.rows, dict[str, Tensor | None]()
+        rows, changes = self._trained.rows, self._changes
+        linked, changed = set[str](), dict[str, Tensor | None]()
         # is_dir: a user may have removed the folder whose files would be linked.
-        has_base = self._latest is not None and self._latest.is_dir()
-        if self._since_full + 1 < self._full_every and has_base:
-            changed = self._changes.rows() if self._changes is not None else {}
-        frozen = self._frozen_tables() if has_base and not self._in_place else {}
+        if changes is not None and self._latest is not None and self._latest.is_dir():
+            linked = changes.untouched()
+            changed = changes.rows() if self._since_full + 1 < self._full_every else {}
         parts: dict[str, _Copied] = {}
         everything, partly = 0, 0.0
         for name, table in find_tables(self._trained.model).items():
-            before, version = self._frozen.get(name, (None, 0))
-            if name in frozen and frozen[name][0] is before and frozen[name][1] == version:
+            if name in linked:
                 parts[name] = _Copied(None, {}, {})
                 continue
             by_row, states = {"weight": table.settled()}, {}
@@ -266,7 +252,7 @@ class CheckpointWriter:
         if partly > min(_MOST_CHANGED * everything, available_memory_bytes() / 2):
             return parts
         for name, part in parts.items():
-            if (ids_U := changed.get(name)) is not None:
+            if (ids_U := changed.get(name)) is not None and not part.is_linked:
                 by_row = {key: tensor.index_select(0, ids_U) for key, tensor in part.by_row.items()}
                 parts[name] = _Copied(ids_U, by_row, part.whole)
         return parts

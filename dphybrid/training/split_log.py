@@ -40,7 +40,6 @@ class SplitLog:
         self._blocks = find_data_parallel(model)
         self._each, self._short = each, short
         self._seen: dict[tuple[object, ...], list[SplitRow]] = {}
-        self._latest: dict[tuple[object, ...], Split] = {}
         self._now: dict[str, tuple[Key, int, list[SplitRow]]] = {}
         self.lines: list[str] = []
 
@@ -55,30 +54,32 @@ class SplitLog:
             if self._each or sizes is not before or rows != batch_rows:
                 split = block.last_split
                 assert split is not None
-                shares, lines = self._noted(name, self._whole(split), step)
+                shares, lines = self._noted(name or "model", self._whole(split), step)
                 printed += lines
                 self._now[name] = sizes, rows, shares
             for share in shares:
                 share.last_step, share.steps = step, share.steps + 1
         return printed
 
-    def _noted(self, name: str, split: Split, step: int) -> tuple[list[SplitRow], list[str]]:
+    def _noted(self, block: str, split: Split, step: int) -> tuple[list[SplitRow], list[str]]:
         """Return the table rows of a block's split, which differs from the one before, and the lines to
         print."""
-        where, sizes, lines = name or "model", _rows(split), list[str]()
-        key = (where, *sizes, *split.devices)
+        sizes = [size[0] if size else 0 for size in split.input_sizes]
+        both = zip(split.input_sizes, split.output_sizes, strict=True)
+        shapes = [f"{list(inputs)} -> {list(outputs)}" for inputs, outputs in both]
+        key, lines = (block, *sizes, *split.devices), list[str]()
         if self._each or key not in self._seen:
             self.note(lines := split.lines())
             if self._short:
-                lines = [_short_line(name, split)] if len(split.devices) > 1 else []
+                lines = [_short_line(block, sizes)] if len(sizes) > 1 else []
         if key not in self._seen:
-            number, shares = len(self._seen) + 1, zip(split.devices, sizes, _shapes(split), strict=True)
+            number, shares = len(self._seen) + 1, zip(split.devices, sizes, shapes, strict=True)
             self._seen[key] = [
-                SplitRow(number, replica, where, device, rows, sum(sizes), shape, shape, step, step, 0)
+                SplitRow(number, replica, block, device, rows, sum(sizes), shape, shape, step, step, 0)
                 for replica, (device, rows, shape) in enumerate(shares)
             ]
-        # Only kept here: `rows` turns its shapes into text.
-        self._latest[key] = split
+        for row, shape in zip(self._seen[key], shapes, strict=True):
+            row.latest_shape = shape
         return self._seen[key], lines
 
     def note(self, lines: Sequence[str]) -> None:
@@ -88,9 +89,6 @@ class SplitLog:
 
     def rows(self) -> list[SplitRow]:
         """Return one row for each replica of each split."""
-        for key, split in self._latest.items():
-            for row, shape in zip(self._seen[key], _shapes(split), strict=True):
-                row.latest_shape = shape
         return [row for rows in self._seen.values() for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +97,7 @@ class SplitLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the log that a checkpoint stored."""
-        self.lines, self._seen, self._latest, self._now = list(state["lines"]), {}, {}, {}
+        self.lines, self._seen, self._now = list(state["lines"]), {}, {}
         by_split: dict[int, list[SplitRow]] = {}
         for values in state["rows"]:
             row = SplitRow(**values)
@@ -110,17 +108,7 @@ class SplitLog:
             self._seen[key] = rows
 
 
-def _short_line(block: str, split: Split) -> str:
-    rows = _rows(split)
-    where = f" ({block})" if block not in ("", "region") else ""
-    shares, batch = ", ".join(map(str, rows)), counted(sum(rows), "row")
-    return f"A batch of {batch} is split {shares} over {counted(len(rows), 'device')}{where}"
-
-
-def _rows(split: Split) -> list[int]:
-    return [size[0] if size else 0 for size in split.input_sizes]
-
-
-def _shapes(split: Split) -> list[str]:
-    sizes = zip(split.input_sizes, split.output_sizes, strict=True)
-    return [f"{list(inputs)} -> {list(outputs)}" for inputs, outputs in sizes]
+def _short_line(block: str, sizes: Sequence[int]) -> str:
+    where = f" ({block})" if block not in ("model", "region") else ""
+    shares, batch = ", ".join(map(str, sizes)), counted(sum(sizes), "row")
+    return f"A batch of {batch} is split {shares} over {counted(len(sizes), 'device')}{where}"

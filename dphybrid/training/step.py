@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import clip_grad_norm_, dense_parameters
 from dphybrid.training.engine import Batch, Session
 from dphybrid.training.finite import gradient_sum, not_finite
-from dphybrid.training.memory import num_rows, out_of_memory, parts_of, scale_gradients
+from dphybrid.training.parts import num_rows, parts_of, scale_gradients
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.stages import stage
@@ -53,8 +53,8 @@ class Step:
         names in the recipe's `optimizers()`, and "rows" for the tables (default: all). Only their parameters
         are clipped, by one common norm, and changed.
 
-        Raises UserError for unknown optimizers, with a report if memory runs out, and, before it changes
-        anything, if loss or gradients are not finite.
+        Raises UserError for unknown optimizers, when memory runs out, and, before it changes anything, if
+        loss or gradients are not finite.
         """
         trained, config = self.session.trained, self.session.config.train
         chosen, updating = self._optimizers(of), False
@@ -97,9 +97,15 @@ class Step:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            rows = num_rows(batch, trained.model)
-            remedy = self.session.how_to_continue()
-            raise out_of_memory(error, self.number + 1, rows, updating, remedy) from error
+            advice = "Lower train.batch_size or the model's sizes, or use more devices"
+            if updating:
+                advice = "The update itself ran out of memory; a smaller batch does not help. Lower the "
+                advice += "model's sizes or use train.optimizer=sgd"
+            where = f"step {self.number + 1} with a batch of {num_rows(batch, self.model)} rows"
+            raise UserError(
+                f"out of memory in {where}: {str(error).splitlines()[0]}\n{advice}, and "
+                f"{self.session.how_to_continue()}"
+            ) from error
         return loss, weight
 
     def _optimizers(self, names: str | Sequence[str]) -> dict[str, torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
 from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import find_data_parallel, resolve_devices
-from dphybrid.parallel.replication import check_module
+from dphybrid.parallel.comparison import notes_on
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DCN, DLRM, SideBySide, Sizes
@@ -78,7 +78,7 @@ EVERY += [("retrieval", kind) for kind in ("bag", "transformer")]
 @pytest.mark.parametrize(("recipe", "kind"), EVERY)
 def test_nothing_breaks_under_data_parallelism(recipe: str, kind: str) -> None:
     for block in find_data_parallel(model_of(recipe, kind)).values():
-        assert check_module(block.module) == []
+        assert notes_on(block.module) == []
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])

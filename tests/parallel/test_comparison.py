@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
 from dphybrid.parallel import DataParallel, Whole, check_split
+from dphybrid.parallel.comparison import notes_on
 from dphybrid.util.errors import UserError
 from tests.parallel import zoo
 from tests.parallel.zoo import Does
@@ -317,14 +318,23 @@ def test_what_trains_alike_split_and_unsplit_raises_no_alarm(name: str, dtype: t
 def test_networks_that_treat_each_sample_alone_agree(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     x = torch.randn(11, *zoo.SHAPES[make], generator=torch.Generator().manual_seed(1))
-    assert check_split(DataParallel(make(), "cpu*3"), x).startswith("the same results")
+    found, note = check_split(DataParallel(make(), "cpu*3"), x), "; in the model, 1 (BatchNorm1d) normalises"
+    same, _, rest = found.partition("the same results split and on one device")
+    assert (same, rest.partition(" each device's rows")[0]) == ("", note * (make is zoo.mlp_batchnorm))
 
 
-def test_batch_norm_passes_with_a_note() -> None:
-    region = DataParallel(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "cpu*2")
-    assert "1 (BatchNorm1d) normalises each device's rows by themselves" in check_split(
-        region, torch.randn(8, 6)
-    )
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.Sequential(nn.LSTM(3, 3)), "0 (LSTM) expects the batch on dim 1"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "self_attn (MultiheadAttention) expects"),
+        (nn.BatchNorm1d(3), "the module (BatchNorm1d) normalises each device's rows by themselves"),
+        (nn.InstanceNorm1d(3, track_running_stats=True), "use track_running_stats=False"),
+    ],
+)
+def test_layers_that_a_split_changes_have_a_note(module: nn.Module, words: str) -> None:
+    (note,) = notes_on(module)
+    assert words in note
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])

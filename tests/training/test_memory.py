@@ -8,7 +8,7 @@ from torch import nn
 
 from dphybrid.recipes import ModelContext
 from dphybrid.recipes.ctr.model import build_ctr
-from dphybrid.training.memory import num_rows, parts_of
+from dphybrid.training.parts import num_rows, parts_of
 from tests.commands import run_with
 from tests.preparing import clicks
 from tests.refusing import refused

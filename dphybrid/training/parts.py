@@ -1,4 +1,4 @@
-"""A batch in parts, which take less memory, and the error when memory runs out."""
+"""A batch in parts, which take less memory (train.accumulate)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -19,13 +19,13 @@ class DeclaresWhole(Protocol):
 
 def num_rows(batch: Mapping[str, Tensor], model: nn.Module) -> int:
     """Return the number of samples of a batch: the length of the first tensor that is divided."""
-    return len(batch[_divided(batch, model)[0]])
+    return len(_divided(batch, model)[0][1])
 
 
-def _divided(batch: Mapping[str, Tensor], model: nn.Module) -> list[str]:
-    """Return the names of the tensors whose dim 0 is the samples."""
+def _divided(batch: Mapping[str, Tensor], model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the names and tensors of a batch whose dim 0 is the samples."""
     whole = model.whole if isinstance(model, DeclaresWhole) else ()
-    return [name for name, value in batch.items() if name not in whole and value.dim()]
+    return [(name, value) for name, value in batch.items() if name not in whole and value.dim()]
 
 
 def parts_of(batch: dict[str, Tensor], count: int, model: nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -34,18 +34,17 @@ def parts_of(batch: dict[str, Tensor], count: int, model: nn.Module) -> Iterator
     if count == 1:
         yield batch
         return
-    divided = _divided(batch, model)
-    rows = len(batch[divided[0]])
-    for name in divided:
-        if len(batch[name]) != rows:
+    (first, of_first), *others = divided = _divided(batch, model)
+    for name, value in others:
+        if len(value) != len(of_first):
             raise UserError(
-                f"train.accumulate={count}: the batch's {name} has {len(batch[name])} rows, but {divided[0]} "
-                f"has {rows}; if it belongs to all samples, declare it in the model: whole = ({name!r},)"
+                f"train.accumulate={count}: the batch's {name} has {len(value)} rows, but {first} "
+                f"has {len(of_first)}; if it belongs to all samples, declare it in the model: "
+                f"whole = ({name!r},)"
             )
-    size = -(-rows // min(count, rows))  # rounded up
-    for start in range(0, rows, size):
-        part = {name: batch[name][start : start + size] for name in divided}
-        yield {name: part.get(name, value) for name, value in batch.items()}
+    size = -(-len(of_first) // count)  # rounded up
+    for start in range(0, len(of_first), size):
+        yield batch | {name: value[start : start + size] for name, value in divided}
 
 
 def ids_of_parts(
@@ -71,19 +70,3 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
             # _values(), because values() refuses a sparse gradient that is not coalesced.
             values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
             values.mul_(factor.to(values.device, values.dtype))
-
-
-def out_of_memory(error: BaseException, step: int, rows: int, updating: bool, remedy: str) -> UserError:
-    """Return the error for a step that ran out of memory, with torch's message. updating: whether that was in
-    the update. remedy: how to continue."""
-    why = str(error).partition("\n")[0] or "no details"
-    if updating:
-        advice = (
-            "The update itself ran out of memory; a smaller batch does not help. Lower the model's sizes or "
-            "use train.optimizer=sgd"
-        )
-    else:
-        advice = "Lower train.batch_size or the model's sizes, or use more devices"
-    return UserError(
-        f"out of memory in step {step} with a batch of {rows} rows: {why}\n{advice}, and {remedy}"
-    )
