@@ -43,11 +43,6 @@ class Unknown:
         before = self.counts.get(name, (0, 0))
         self.counts[name] = before[0] + cells, before[1] + unknown
 
-    def share(self, name: str) -> float:
-        """Return the share of unknown values in a column."""
-        cells, unknown = self.counts[name]
-        return unknown / max(1, cells)
-
     def lines(self, columns: Sequence[Column]) -> list[str]:
         """Return warnings about numbers and times that cannot be read, and columns with many more
         unknown values than the validation rows had."""

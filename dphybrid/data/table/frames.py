@@ -65,7 +65,11 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
             columns = (data.iloc[:, place] for place in range(len(names)))  # type: ignore[attr-defined]
             return pl.DataFrame([_column(name, cells) for name, cells in zip(names, columns, strict=True)])
         if hasattr(data, "__arrow_c_stream__"):
-            return pl.DataFrame(_with_categories(data) if module == "pyarrow" else data)
+            frame = pl.DataFrame(data)
+            # polars drops that a column is a dictionary, unless of texts.
+            fields = data.schema if module == "pyarrow" and hasattr(data, "schema") else ()
+            kinds = [field.name for field in fields if str(field.type).startswith("dictionary<")]
+            return frame.with_columns(by_name(*kinds).cast(pl.String).cast(pl.Categorical))
         if isinstance(data, Mapping):
             for name, values in data.items():  # polars would repeat a single value in every row
                 if isinstance(values, str) or not hasattr(values, "__len__"):
@@ -87,12 +91,9 @@ def _column(name: str, values: Any) -> pl.Series:
         return values.alias(name)
     dtype = str(getattr(values, "dtype", "object"))
     if hasattr(values, "iloc") and (dtype == "category" or dtype.startswith("dictionary<")):
-        values = values.astype("category")
         # As texts: polars knows no categories of numbers, and would drop that they were declared.
-        kept = [each if isinstance(each, _PYTHON) else str(each) for each in values.cat.categories.to_list()]
-        kinds = of_objects(name, kept).cast(pl.String)
-        codes = pl.Series(values.cat.codes.to_numpy()).cast(pl.Int64)
-        return kinds.gather(codes.set(codes < 0, None)).cast(pl.Categorical).alias(name)
+        texts = [None if is_nothing(value) else str(value) for value in values.tolist()]
+        return pl.Series(name, texts, dtype=pl.String).cast(pl.Categorical)
     if dtype == "object":
         return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
     if hasattr(values, "iloc"):
@@ -134,18 +135,6 @@ def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
         f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
         "list; write it as one of these, or leave the column out"
     )
-
-
-def _with_categories(data: Any) -> Any:
-    """Return an Arrow table whose dictionaries hold texts: polars drops that others were declared."""
-    import pyarrow as pa  # type: ignore[import-untyped]
-
-    table = pa.table(data)
-    for place, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type):
-            texts = pl.Series(table.column(place).cast(field.type.value_type)).cast(pl.String)
-            table = table.set_column(place, field.name, texts.cast(pl.Categorical).to_arrow())
-    return table
 
 
 def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:

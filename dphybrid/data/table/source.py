@@ -17,8 +17,8 @@ import polars as pl
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Progress, Source, check_unchanged, file_stamps, reading_files
-from dphybrid.data.table.encoder import Base, Encoder, Unknown, open_base
-from dphybrid.data.table.files import Rows, check_enough, find_files, names_of, partitions, read_rows
+from dphybrid.data.table.encoder import Base, Encoder, open_base
+from dphybrid.data.table.files import Rows, find_files, names_of, partitions, read_rows
 from dphybrid.data.table.kinds import Bag, Category, Column, Ignore, column_of
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
@@ -118,45 +118,46 @@ class TableSource(Source):
         """Raise UserError if the columns of the first file do not fit the config."""
         _ = self.stamps
         names = names_of(self.read_files[0], self.data, self.named)
-        self._taken(names, header=not all(name.isdigit() for name in names))
+        self._columns(names, header=not all(name.isdigit() for name in names))
 
-    def _taken(self, names: list[str], header: bool) -> dict[str, str]:
-        """Return the columns of label and weight, and of the split if it is no feature, each with its field.
-        Raises UserError if one is missing, or is named twice."""
-        data = self.data
-        label = find_column(names, self.label_name, "data.label", header, self.read_files[0])
-        taken = {label: "label"}
-        if data.weight:
-            weight = find_column(names, data.weight, "data.weight", header, self.read_files[0])
-            if weight == label:
-                raise UserError(
-                    f"data.weight={data.weight!r}: this column is already the label; name another one"
-                )
-            taken[weight] = "weight"
-        if data.split_column:
-            split = find_column(names, data.split_column, "data.split_column", header, self.read_files[0])
-            # The name of a row's part says nothing about it; a time or a key may be a feature.
-            taken |= {split: "split_column"} if data.split == "named" else {}
+    def _columns(self, names: list[str], header: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the columns of label, weight and split, by field, and the fields of those that are not
+        features, by column. Raises UserError if a column is missing, or is named twice."""
+        data, given = self.data, {"label": self.label_name}
+        given |= {"weight": data.weight} if data.weight else {}
+        given |= {"split_column": data.split_column} if data.split_column else {}
+        columns = {
+            field: find_column(names, name, f"data.{field}", header, self.read_files[0])
+            for field, name in given.items()
+        }
+        if columns.get("weight") == columns["label"]:
+            raise UserError(
+                f"data.weight={data.weight!r}: this column is already the label; name another one"
+            )
+        # The name of a row's part says nothing about it; a time or a key may be a feature.
+        named = data.split == "named"
+        taken = {name: field for field, name in columns.items() if named or field != "split_column"}
         if not self.base:  # whose roles hold, whatever comes or goes
             roles_given(names, data, self.schema, taken, header)
-        return taken
+        return columns, taken
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         data = self.data
         check_unchanged(self.files, self.stamps)
         every = read_rows(self.files, data, scratch / "rows", self.named, on_progress=progress)
-        check_enough(str(data.path), every.header, len(every))
-        taken = self._taken(every.names, every.header)
-        labels = self._labelled(every, taken)
+        _check_enough(every, data)
+        columns, taken = self._columns(every.names, every.header)
+        labels = self._labelled(every, columns)
         rows, label, answers_B, weights_B = labels.rows, labels.label, labels.answers_B, labels.weights_B
-        check_enough(str(data.path), rows.header, len(rows))
+        _check_enough(rows, data)
 
         files = ((TRAIN, self.read_files), (VALID, self.held_files), (TEST, self.test_files))
         part_B = np.repeat([part for part, some in files for _ in some], rows.sizes)[rows.kept_B]
+        # Files for validation and test decide nothing about a column.
+        num_own = int((part_B == TRAIN).sum())
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(len(rows))
         column, dates = None, ""
-        if data.split_column:
-            name = find_column(rows.names, data.split_column, "data.split_column", True, data.path)
+        if name := columns.get("split_column"):
             column, dates = _single_values(rows, name, "split_column"), rows.forms.get(name, Form()).dates
         split = split_rows(data, self.seed, part_B, classes_B, column, dates)
         parts: dict[str, Array] = {}
@@ -174,7 +175,7 @@ class TableSource(Source):
         for name, part in _PARTS.items():
             if len(rows_P := np.flatnonzero(split.part_B == part)):
                 parts[f"{name}_rows"] = rows_P
-        fitted = self._fitted(rows, taken, split.part_B, progress)
+        fitted = self._fitted(rows, taken, num_own, split.part_B, progress)
         used = [each.column for each in fitted if not isinstance(each.column, Ignore)]
         encoder = Encoder(tuple(sorted(used, key=lambda column: column.order)), label)
         if not encoder.columns:
@@ -186,20 +187,18 @@ class TableSource(Source):
         labels = replace(labels, rows=rows, label=label)
         return self._content(labels, fitted, encoder, split.text, parts)
 
-    def _labelled(self, rows: Rows, taken: Mapping[str, str]) -> _Labels:
+    def _labelled(self, rows: Rows, columns: Mapping[str, str]) -> _Labels:
         """Return the rows with a label and a weight above 0. Raises UserError if there are none."""
-        data, columns = self.data, {field: name for name, field in taken.items()}
+        data = self.data
         cells = _single_values(rows, columns["label"], "label")
         if not cells.count():
             raise UserError(
                 f"data.label={columns['label']!r}: none of the {len(rows):,} rows of {data.path} has a "
                 "value in this column; name another one"
             )
+        label = self.base.encoder.label if self.base else label_of(columns["label"], cells, data)
         if self.base:
-            label = self.base.encoder.label
             label.check_classes(cells)
-        else:
-            label = label_of(columns["label"], cells, data)
         answers_B = label.read(cells)
         has_label_B, weights_B = ~np.isnan(answers_B), None
         keep_B = has_label_B
@@ -215,14 +214,12 @@ class TableSource(Source):
         return _Labels(replace(rows, kept_B=keep_B), label, answers_B[keep_B], weights_B, skipped)
 
     def _fitted(
-        self, rows: Rows, taken: Mapping[str, str], part_B: Array, progress: Progress
+        self, rows: Rows, taken: Mapping[str, str], num_own: int, part_B: Array, progress: Progress
     ) -> list[_Fitted]:
         """Return the columns fitted to the training rows; with a base, those of the base and the values that
-        are new."""
+        are new. num_own: the first rows, of data.path."""
         data, fitted = self.data, list[_Fitted]()
         train_B, valid_B = (pl.Series(part_B == part) for part in (TRAIN, VALID))
-        # Files for validation and test decide nothing about a column.
-        own_rows = int(rows.kept_B[: sum(rows.sizes[: len(self.read_files)])].sum())
         given = {} if self.base else roles_given(rows.names, data, self.schema, taken, rows.header)
         before = {column.name: column for column in self.base.encoder.columns} if self.base else {}
         names = [name for name in rows.names if (name in before if self.base else name not in taken)]
@@ -237,7 +234,7 @@ class TableSource(Source):
             else:
                 role, section = given[name].role, dict(given[name].section)
                 form = rows.forms.get(name, Form())
-                column, why = column_of(name, cells.head(own_rows), train, role, section, data, form)
+                column, why = column_of(name, cells.head(num_own), train, role, section, data, form)
                 if not why and column.role == "categorical" and train.dtype == pl.String:
                     why = remedy(name, train)
             one = _Fitted(column, why, _samples(train))
@@ -245,10 +242,10 @@ class TableSource(Source):
                 newer = column.fitted(column.read(train), data)
                 column = column.extended(newer) if name in before else newer
                 held = cells.filter(valid_B)
-                held = held.gather_every(max(1, -(-len(held) // _UNSEEN_ROWS)))
-                unknown = Unknown()
-                unknown.add(name, *column.unknown(held, column.read(held)))
-                one = replace(one, column=column.model_copy(update={"unseen": unknown.share(name)}))
+                held = held.gather_every(-(-len(held) // _UNSEEN_ROWS) or 1)
+                num_cells, num_unseen = column.unknown(held, column.read(held))
+                unseen = num_unseen / max(1, num_cells)
+                one = replace(one, column=column.model_copy(update={"unseen": unseen}))
             if isinstance(column, Bag):
                 lengths = items_of(cells, column.separator).list.len().fill_null(0)
                 longest = min(column.max_items, int(cast(int, lengths.max() or 0)))
@@ -269,10 +266,8 @@ class TableSource(Source):
         labels_B = label.encoded(labels.answers_B)
         sizes: dict[str, object] = {part: len(rows) for part, rows in parts.items()}
         if label.task == "binary":
-            rates = {
-                part: labels_B[parts[f"{part}_rows"]].mean() for part in _PARTS if f"{part}_rows" in parts
-            }
-            sizes |= {f"{part}_label_rate": float(rate) for part, rate in rates.items()}
+            of_parts = {part: parts[rows] for part in _PARTS if (rows := f"{part}_rows") in parts}
+            sizes |= {f"{part}_label_rate": float(labels_B[r].mean()) for part, r in of_parts.items()}
         num_bags, longest = len(encoder.bags), max(one.longest for one in fitted)
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "ids_BF": ((num_rows, len(encoder.id_columns) - num_bags), np.dtype(np.int32)),
@@ -342,6 +337,13 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
     with reading_files():
         source.check()
     return source
+
+
+def _check_enough(rows: Rows, data: TableDataConfig) -> None:
+    """Raise UserError unless there are at least two rows."""
+    if len(rows) < 2:
+        held = "1 row" if len(rows) else f"{'a header and ' if rows.header else ''}no rows that can be read"
+        raise UserError(f"data.path={data.path}: has {held}; at least 2 are needed, one for validation")
 
 
 def _single_values(rows: Rows, name: str, field: str) -> pl.Series:
