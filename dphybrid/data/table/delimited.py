@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, count
@@ -363,11 +363,17 @@ def read_json(file: Path, target: Path) -> Part:
 
 
 def json_names(file: Path) -> list[str]:
-    """Return the names in the first line of a file of JSON lines; none if it is no JSON."""
-    first = next((line for line in head_of(file).splitlines() if line.strip()), b"")
-    with suppress(ValueError):
-        return list(json.loads(first))
-    return []
+    """Return the names in the first line of a file of JSON lines; none if it is no JSON. Raises UserError for
+    names that DuckDB cannot tell apart."""
+    first, names = next((line for line in head_of(file).splitlines() if line.strip()), b""), dict[str, str]()
+    try:
+        keys = [*json.loads(first)]
+    except ValueError:
+        return []
+    for name in keys:
+        if (other := names.setdefault(name.lower(), name)) != name:
+            raise UserError(f"data.path={file}: {other!r} and {name!r} differ only in case; rename one")
+    return keys
 
 
 def head_of(file: Path, size: int = _HEAD) -> bytes:
