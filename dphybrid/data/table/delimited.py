@@ -432,7 +432,7 @@ def _duckdb(file: Path, what: str, remedy: str) -> Iterator[Any]:
     import duckdb
 
     try:
-        config = {"autoinstall_known_extensions": False, "temp_directory": gettempdir()}
+        config: dict[str, Any] = {"autoinstall_known_extensions": False, "temp_directory": gettempdir()}
         with duckdb.connect(config=config) as database:
             yield database
     except duckdb.Error as error:
