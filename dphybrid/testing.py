@@ -89,7 +89,7 @@ def _settings_apart() -> Iterator[Settings]:
     settings = load_settings()
     # Below runs_dir, because only pages there may name code of any package.
     make_folder(settings.runs_dir)
-    with scratch_folder(settings.runs_dir, ".check-") as folder:
+    with scratch_folder(settings.runs_dir, "check") as folder:
         apart = {"data_dir": folder, "tracking_uri": "none", "table_storage": "memory"}
         yield load_settings(**{**settings.model_dump(), **apart})
 

@@ -58,7 +58,7 @@ class _Hybrid(BaseEstimator):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a pickle, without user and password in the address of MLflow."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"tracking": self.tracking and without_credentials(self.tracking)[0]}
+        return state | {"tracking": self.tracking and without_credentials(self.tracking)}
 
     def _frame(self, X: object, *, reset: bool) -> pl.DataFrame:
         """Return X as a frame; an array's columns are named x0, x1, ... reset: whether this is `fit`."""

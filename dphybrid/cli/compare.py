@@ -102,14 +102,14 @@ def curves(runs: "Sequence[Run]") -> str:
     """Return where MLflow compares the curves; "" unless one MLflow has all of these runs, which are the data
     folder's own: a page from elsewhere may name any server."""
     from dphybrid.tracking.record import destination
-    from dphybrid.tracking.tracker import ui_address
+    from dphybrid.tracking.tracker import page_address
 
     there = [destination(run.folder) if is_own(run.folder, run.settings) else {} for run in runs]
     noted = {each.get("tracking_uri", "") for each in there}
     if len(noted) > 1 or not all(noted):
         return ""
     ids, experiments = [each["run_id"] for each in there], sorted({each["experiment_id"] for each in there})
-    page = f"#/compare-runs?runs={quote(json.dumps(ids))}&experiments={quote(json.dumps(experiments))}"
-    if served := ui_address(noted.pop()):
-        return f"Curves: {served}/{page}"
-    return f"Curves, while `dphybrid ui --port 5000` runs: http://127.0.0.1:5000/{page}"
+    page = f"/compare-runs?runs={quote(json.dumps(ids))}&experiments={quote(json.dumps(experiments))}"
+    if served := page_address(noted.pop(), page):
+        return f"Curves: {served}"
+    return f"Curves, while `dphybrid ui --port 5000` runs: http://127.0.0.1:5000/#{page}"

@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pkgutil import get_data
 from typing import Any
 
-from dphybrid.cli.flags import recipes_text
 from dphybrid.cli.parser import Command, run_cli
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import kept_from_gc
@@ -51,6 +50,8 @@ def overview() -> str:
         for name in names:
             summary = " ".join(_doc_of(name).partition("\n\n")[0].split()).rstrip(".")
             lines.append(f"  {name:<10}{summary[0].lower()}{summary[1:]}")
+    from dphybrid.cli.flags import recipes_text  # here, as most commands need no flags of experiments
+
     return "\n".join([*lines, "", recipes_text()])
 
 

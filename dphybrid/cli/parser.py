@@ -22,8 +22,9 @@ from pydantic.fields import FieldInfo
 from dphybrid.config import described, leaves, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
-from dphybrid.util.files import clear_scratch, disk_text
+from dphybrid.util.files import clear_leftovers, disk_text
 from dphybrid.util.importing import missing_extra
+from dphybrid.util.stop import drop_output
 from dphybrid.util.text import flag_text, masked, printable
 
 T = TypeVar("T")
@@ -242,7 +243,7 @@ def run_cli(function: Callable[[], int | None]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for letters that the locale does not have
     try:
-        clear_scratch(Path(gettempdir()))
+        clear_leftovers(Path(gettempdir()), alone=False)
         _check_working_folder()
         code = function() or 0
         sys.stdout.flush()
@@ -262,10 +263,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
         # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
         return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:
-        # The reader of a pipe has ended, as in `dphybrid ... | head`; 141 is 128 + SIGPIPE. Python would
-        # write what is left once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        drop_output(sys.stdout.fileno())  # the reader of a pipe has ended, as in `dphybrid ... | head`
+        return 128 + signal.SIGPIPE
     except OSError as error:
         # An OSError without a file is not the user's mistake; its traceback is needed.
         if error.filename is None:

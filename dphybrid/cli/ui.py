@@ -25,7 +25,6 @@ from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.own_runs import is_own
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import shown_address
 
 _FIRST_PORT, _LAST_PORT = 5000, 5049
 
@@ -43,6 +42,7 @@ class Flags(Command):
     def run(self) -> int:
         """Open MLflow's pages. A server that is started for them runs until Ctrl-C."""
         from dphybrid.tracking.opening import store_to_read
+        from dphybrid.tracking.tracker import page_address
 
         settings = load_settings()
         uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
@@ -53,7 +53,7 @@ class Flags(Command):
 
         page = page_path(settings, self.run_name)
         if port is None:
-            _show(f"{shown_address(uri).rstrip('/')}/#{page}", not self.no_browser)
+            _show(page_address(uri, page), not self.no_browser)
             return 0
         print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
         # SIGTERM then raises KeyboardInterrupt, so that `serving` ends the server together with this process.

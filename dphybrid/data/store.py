@@ -420,7 +420,7 @@ def prepare_source(
 
 
 def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
-    code = code_digest([type(source)])
+    code = code_digest(type(source))
     facts = {"recipe": name, "seed": seed, "prepared": PREPARED_VERSION, **source.options}
     # Only with code from outside of the package: its own has PREPARED_VERSION.
     facts |= {"code": code} if code else {}

@@ -126,7 +126,7 @@ def decide_waiting(settings: Settings, model: str) -> Iterator[tuple[Run, Decisi
         try:
             registry = _registry_of(run)
             if registry.uri not in undecided:
-                undecided[registry.uri] = {version.run_id for version in registry.undecided(model)}
+                undecided[registry.uri] = registry.undecided(model)
             if run.page.run_id in undecided[registry.uri]:
                 yield run, judge(run.folder, settings, float(run.page.tags.get(MIN_GAIN_TAG, 0.0)))
         except UserError as error:

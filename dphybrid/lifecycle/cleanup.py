@@ -5,6 +5,8 @@ Runs stay while they are running, while records of them wait, and if a registere
 them.
 """
 
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,11 +51,13 @@ def size_of(paths: Iterable[Path]) -> int:
     """Return the bytes that files and folders take on the disk; a file with several names counts once."""
     found: dict[tuple[int, int], int] = {}
     for path in paths:
-        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
-            if file.is_symlink() or not file.is_file():
-                continue
-            stat = file.stat()
-            found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+        # os.walk, as pathlib takes five times as long.
+        below = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        for file in below or [str(path)]:
+            with suppress(FileNotFoundError):  # removed meanwhile
+                status = os.lstat(file)
+                if stat.S_ISREG(status.st_mode):
+                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(found.values())
 
 

@@ -304,7 +304,7 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     # Not TemporaryDirectory: what a killed process leaves is removed by the next one.
-    with scratch_folder(Path(gettempdir()), "dphybrid-predict-") as folder:
+    with scratch_folder(Path(gettempdir()), "dphybrid-predict") as folder:
         out = folder / "predictions.csv"
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:

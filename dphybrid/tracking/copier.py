@@ -73,7 +73,7 @@ class Copier:
         return f"MLflow lacks {counted(len(skipped), 'line')} of the record ({skipped[0]})" if skipped else ""
 
     def _follow(self) -> None:
-        retry_s, held, lock = _FIRST_RETRY_S, False, FileLock(self.folder / RECORD, mode=0o600)
+        retry_s, held, lock = _FIRST_RETRY_S, False, FileLock(self.folder / RECORD)
         try:
             while self._deadline is None or time.monotonic() < self._deadline:
                 finishing = self._deadline is not None  # before the pass, which then sees every line

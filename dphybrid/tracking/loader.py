@@ -1,8 +1,6 @@
 """Finds the folder of a checkpoint: in MLflow by model or by registered name and alias, or on the disk."""
 
 import atexit
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlparse
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from dphybrid.tracking.tracker import LEFT_OUT
-from dphybrid.util.digests import SUMS, allow_links, inside, own_files
+from dphybrid.util.digests import file_digest, own_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, scratch_folder
 
@@ -33,7 +31,7 @@ def refusing() -> Iterator[None]:
 
 def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
     """Return the folder of a checkpoint: a local folder, `models:/m-...`, `models:/NAME/VERSION` or
-    `models:/NAME@ALIAS`.
+    `models:/NAME@ALIAS`. Whoever loads it checks its files against its page.
 
     Raises UserError if there is no such checkpoint.
     """
@@ -50,7 +48,7 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
         raise UserError(f"{uri}: cannot be fetched from MLflow: {error}") from error
     # A link, or a folder that is one, may lead to somebody's file.
     own_files(root, "this model is not loaded")
-    return _with_left_out(root) / "checkpoint"
+    return _original(root) if (root / LEFT_OUT).is_file() else root / "checkpoint"
 
 
 @cache
@@ -59,7 +57,7 @@ def _scratch() -> Path:
     killed, by the next one that needs such a folder."""
     held = ExitStack()
     atexit.register(held.close)
-    return held.enter_context(scratch_folder(Path(tempfile.gettempdir()), "dphybrid-models-"))
+    return held.enter_context(scratch_folder(Path(tempfile.gettempdir()), "dphybrid-models"))
 
 
 # Cached: a logged model never changes, so that a process which loads it again needs no second copy.
@@ -82,72 +80,49 @@ def _location(uri: str, tracking_uri: str | None) -> str:
 
     # Only now: without a tracking URI, the client makes a database in the current folder.
     client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
-    location: str | None
     match uri.removeprefix("models:/").replace("@", "/@").split("/"):
         case [str(model_id)] if model_id.startswith("m-"):
-            location = client.get_logged_model(model_id).artifact_location
+            return str(client.get_logged_model(model_id).artifact_location)
         case [str(name), str(version)]:
-            alias = version.startswith("@")
+            by_alias = client.get_model_version_by_alias
             found = (
-                client.get_model_version_by_alias(name, version[1:])
-                if alias
-                else client.get_model_version(name, version)
+                by_alias(name, version[1:]) if version[:1] == "@" else client.get_model_version(name, version)
             )
-            location = (
-                client.get_logged_model(found.model_id).artifact_location if found.model_id else found.source
-            )
+            logged = client.get_logged_model(found.model_id) if found.model_id else None
+            return str(logged.artifact_location if logged else found.source)
         case _:  # refused here: MLflow would make a store in the current folder and look there
             raise UserError(f"{uri}: write models:/NAME@champion, models:/NAME/VERSION or models:/m-ID")
-    return str(location)
 
 
-class _LeftOut(BaseModel):
-    """A file that was too large to upload, as listed in `LEFT_OUT`."""
+class LeftOut(BaseModel):
+    """The page `LEFT_OUT`: some files of a model's checkpoint were too large to upload.
 
-    name: str
-    path: Path
-    bytes: int
-    sha256: str = ""
-    crc32: str = ""
+    Attributes:
+        folder: The checkpoint, with all of its files.
+        bytes: Sizes of the missing files by name.
+    """
 
-    def check(self) -> None:
-        """Raise UserError when the file no longer exists or has changed since."""
-        if not self.path.is_file():
-            raise UserError(
-                f"{self.path} is missing, and with {self.bytes / 2**20:.0f} MiB it was too large to "
-                "upload; load the model on a machine that sees this path, or copy the file there"
-            )
-        sums = {kind: getattr(self, kind) for kind in SUMS if getattr(self, kind)}
-        if not sums or any(SUMS[kind](self.path) != known for kind, known in sums.items()):
-            raise UserError(
-                f"{self.path}: its checksum differs from the one recorded with the model; it belongs to "
-                "another checkpoint now"
-            )
+    folder: Path
+    bytes: dict[str, int]
 
 
-def _with_left_out(root: Path) -> Path:
-    """Return the model's folder, completed by links to the files that were too large to upload."""
-    page = root / LEFT_OUT
-    if not page.is_file():
-        return root
+def _original(root: Path) -> Path:
+    """Return the checkpoint whose files are not all in a model's folder `root`: where it was trained."""
     try:
-        entries = TypeAdapter(list[_LeftOut]).validate_json(page.read_bytes())
+        left_out = LeftOut.model_validate_json((root / LEFT_OUT).read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
+            f"{root / LEFT_OUT}: is damaged, or no page of a model's left-out files; this model is not loaded"
         ) from error
-    # A new folder: `root` may be the store's own, which must not change. It holds only links, and stays until
-    # the process ends, because callers load from it later.
-    whole = Path(tempfile.mkdtemp(dir=_scratch()))
-    shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
-    checkpoint = (whole / "checkpoint").resolve()
-    for entry in entries:
-        inside(checkpoint, entry.name, "; this model is not loaded")
-    allow_links(checkpoint)
-    for entry in entries:
-        target = checkpoint / entry.name
-        entry.check()
-        target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
-        target.unlink(missing_ok=True)
-        os.symlink(entry.path, target)
-    return whole
+    folder, size_mib = left_out.folder, sum(left_out.bytes.values()) / 2**20
+    if not (folder / "state.json").is_file():
+        raise UserError(
+            f"{folder} is missing, and {size_mib:.0f} MiB of its files were too large to upload; load the "
+            "model on a machine that sees this path, or copy the folder there"
+        )
+    # The same page: it has the checksums of all files.
+    if file_digest(folder / "state.json") != file_digest(root / "checkpoint" / "state.json"):
+        raise UserError(
+            f"{folder}: is not the checkpoint that was recorded as this model; it belongs to another run now"
+        )
+    return folder

@@ -39,24 +39,24 @@ _T = TypeVar("_T")
 
 
 class CheckpointModels:
-    """The LoggedModels of one run. upload_limit: a file of more bytes is logged by path and digest alone."""
+    """The LoggedModels of one run. upload_limit: a file of more bytes is logged by the checkpoint's path."""
 
     def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str, upload_limit: int) -> None:
         self._client, self._uri, self._run_id, self._limit = client, tracking_uri, run_id, upload_limit
 
-    def reconcile(self, record: Line) -> None:
+    def reconcile(self, record: Line, run_folder: Path) -> None:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
         removed.
 
         kept: {uid, name, step, folder, role, metrics (name -> value)} for each checkpoint. One whose folder
-        no longer exists is skipped.
+        no longer exists is skipped. Raises UserError for a folder outside of the run's.
         """
-        logged = self._logged()
-        wanted = {card["uid"]: card for card in record["kept"]}
+        kept = [{**card, "folder": inside(run_folder, card["folder"])} for card in record["kept"]]
+        logged, wanted = self._logged(), {card["uid"]: card for card in kept}
         # Add before removing: a kill in between leaves one model too many, never none.
         for uid, card in wanted.items():
             model = logged.get(uid)
-            if model is None and (Path(card["folder"]) / "state.json").is_file():
+            if model is None and (card["folder"] / "state.json").is_file():
                 self._create(card, record["dataset"])
             elif model is not None and model.tags.get(_ROLE_TAG) != card["role"]:
                 self._client.set_logged_model_tags(model.model_id, {_ROLE_TAG: card["role"]})
@@ -136,12 +136,12 @@ class CheckpointModels:
             # MLflow allows none of these characters; a recipe's import path (`module:NAME`) has `:` and `.`.
             name=re.sub(r"[/:.%\"']+", "-", card["name"]),
             source_run_id=self._run_id,
-            params={"step": str(card["step"]), "folder": card["folder"]},
+            params={"step": str(card["step"]), "folder": str(card["folder"])},
             tags={_UID_TAG: card["uid"], _ROLE_TAG: card["role"], _STEP_TAG: str(card["step"])},
             model_type=_CHECKPOINT_TYPE,
         )
         try:
-            self._put_files(model, Path(card["folder"]))
+            self._put_files(model, card["folder"])
         except FileNotFoundError:  # the run itself removed the checkpoint while it was being copied
             self._remove(model)
             return
@@ -178,18 +178,17 @@ class CheckpointModels:
             self._copy(folder, target, uploads=False)
             return
         # Beside the checkpoint, on the same disk, so that the files can be linked instead of copied.
-        with scratch_folder(folder.parent, ".upload-") as scratch:
+        with scratch_folder(folder.parent, "upload") as scratch:
             page.save(str(scratch / "MLmodel"))
             self._copy(folder, scratch, uploads=True)
             self._client.log_model_artifacts(model.model_id, str(scratch))
 
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
-        """Link or copy the files that the checkpoint's page lists into `target`. A file above the upload
-        limit that would have to be copied or uploaded is listed in `LEFT_OUT` instead."""
+        """Link or copy the files that the checkpoint's page lists into `target`. Those above the upload limit
+        that would have to be copied or uploaded stay in the checkpoint, which `LEFT_OUT` then names."""
         page = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        sums = {kind: page.get(kind, {}) for kind in SUMS}
-        left_out: list[dict[str, object]] = []
-        for name in ["state.json", *(name for found in sums.values() for name in found)]:
+        left_out: dict[str, int] = {}
+        for name in ["state.json", *(name for kind in SUMS for name in page.get(kind, {}))]:
             source, wanted = inside(folder, name), target / "checkpoint" / name
             wanted.parent.mkdir(parents=True, exist_ok=True)
             size = source.stat().st_size
@@ -197,11 +196,11 @@ class CheckpointModels:
                 continue
             if size <= self._limit:
                 shutil.copy2(source, wanted)
-                continue
-            known = {kind: found[name] for kind, found in sums.items() if name in found}
-            left_out.append({"name": name, "path": str(source), "bytes": size, **known})
+            else:
+                left_out[name] = size
         if left_out:
-            (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
+            where = json.dumps({"folder": str(folder), "bytes": left_out})
+            (target / LEFT_OUT).write_text(where, encoding="utf-8")
 
     def _remove(self, model: LoggedModel) -> None:
         # The files first: after a kill in between, the model still records where its files are.
@@ -263,7 +262,6 @@ class Version:
     Attributes:
         run_tags: The tags of the run that trained it.
         decision: `promoted:` or `kept:` and why; "" before that.
-        undecided: It was trained as a challenger, and is not compared with the champion yet.
     """
 
     name: str
@@ -271,7 +269,6 @@ class Version:
     run_id: str
     run_tags: Mapping[str, str]
     decision: str
-    undecided: bool = False
 
     @property
     def uri(self) -> str:
@@ -288,32 +285,27 @@ class Registry:
 
     def champion(self, name: str) -> Version | None:
         """Return the version in use, or None."""
-        model = self._asked(lambda: self._client.get_registered_model(name))
-        number = model.aliases.get(_CHAMPION) if model is not None else None
-        return self.version(name, str(number)) if number is not None else None
+        return self._with_run(self._asked(lambda: self._client.get_model_version_by_alias(name, _CHAMPION)))
 
     def newest(self, name: str, run_id: str | None = None) -> Version | None:
         """Return the version with the highest number, or None. run_id: only among those of this run."""
-        numbers = [int(v.version) for v in self._versions(name) if run_id in (None, v.run_id)]
-        return self.version(name, str(max(numbers))) if numbers else None
+        found = [version for version in self._versions(name) if run_id in (None, version.run_id)]
+        return self._with_run(max(found, key=lambda version: int(version.version), default=None))
 
     def version(self, name: str, number: str) -> Version:
         """Return a version by its number. Raises UserError if it does not exist."""
-        found = self._asked(lambda: self._client.get_model_version(name, number))
+        found = self._with_run(self._asked(lambda: self._client.get_model_version(name, number)))
         if found is None:
             raise UserError(f"registered model {name!r} has no version {number}")
-        try:
-            tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
-        except MlflowException:  # the run was deleted; the version can be used all the same
-            tags = {}
-        decision = found.tags.get(_DECISION_TAG, "")
-        undecided = CHAMPION_TAG in found.tags and not decision
-        return Version(name, str(found.version), str(found.run_id), tags, decision, undecided)
+        return found
 
-    def undecided(self, name: str) -> list[Version]:
-        """Return the challengers that still have to be compared with the champion, oldest first."""
-        numbers = sorted(int(version.version) for version in self._versions(name))
-        return [found for n in numbers if (found := self.version(name, str(n))).undecided]
+    def undecided(self, name: str) -> set[str]:
+        """Return the ids of the runs whose challengers still have to be compared with the champion."""
+        return {
+            str(version.run_id)
+            for version in self._versions(name)
+            if CHAMPION_TAG in version.tags and _DECISION_TAG not in version.tags
+        }
 
     def decide(self, version: Version, decision: str) -> None:
         """Carry out a decision, `promoted: REASON` or `kept: REASON`, under the model's retraining lock: make
@@ -327,6 +319,15 @@ class Registry:
         elif decision.startswith("kept: ") and is_champion:
             self._client.delete_registered_model_alias(name, _CHAMPION)
         self._client.set_model_version_tag(name, number, _DECISION_TAG, decision[:_LONGEST_TAG])
+
+    def _with_run(self, found: ModelVersion | None) -> Version | None:
+        if found is None:
+            return None
+        tags = dict[str, str]()
+        with suppress(MlflowException):  # the run was deleted; the version can be used all the same
+            tags = dict(self._client.get_run(str(found.run_id)).data.tags)
+        decision = found.tags.get(_DECISION_TAG, "")
+        return Version(found.name, str(found.version), str(found.run_id), tags, decision)
 
     def _versions(self, name: str) -> list[ModelVersion]:
         return self._asked(lambda: _versions_of(self._client, name)) or []

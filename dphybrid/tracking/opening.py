@@ -3,9 +3,9 @@
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,7 +37,6 @@ def open_tracker(
     *,
     runs: Path | None = None,
     upload_limit: int = 900 * 2**20,
-    must_answer: bool = True,
 ) -> Tracker:
     """Return a tracker for `experiment`, which records runs in their folders below `runs` (default: `runs` in
     `store`) and copies the records to MLflow.
@@ -47,19 +46,16 @@ def open_tracker(
     Args:
         tracking_uri: Server or database; None: SQLite and a folder of artifacts in `store`; "files", or None
             if MLflow is not installed: no copies; "none": a tracker that records nothing.
-        upload_limit: A checkpoint's file of more bytes is recorded by path and digest instead of being
+        upload_limit: A checkpoint's file of more bytes is recorded by the checkpoint's path instead of being
             uploaded.
-        must_answer: Check first that the server answers.
     """
     if tracking_uri == "none":
         return Tracker()
     runs = runs or store / "runs"
     if _in_files(tracking_uri):
         return Tracker(runs)
-    os.environ.update(_QUIET | os.environ)
-    if must_answer and tracking_uri is not None and not tracking_uri.startswith("sqlite"):
-        _check(tracking_uri)
-    import_mlflow(tracking_uri)
+    if tracking_uri is not None and not tracking_uri.startswith("sqlite"):
+        _check(tracking_uri)  # before MLflow is imported, which takes seconds
     return Tracker(runs, Server(store_to_write(tracking_uri, store), experiment, store, upload_limit))
 
 
@@ -69,17 +65,11 @@ def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_l
     nothing. Raises UserError if the address cannot be used."""
     if tracking_uri == "none":
         return Tracker()
-    there, uri = destination(run_folder), FILES
-    if there and tracking_uri != FILES and importlib.util.find_spec("mlflow") is not None:
+    there, server = destination(run_folder), None
+    if there and tracking_uri != FILES and not _in_files(None):
         uri = noted_uri(there["tracking_uri"], tracking_uri, store)
-    tracker = open_tracker(
-        None if uri == embedded_uri(store) else uri,
-        "",
-        store,
-        runs=run_folder.parent,
-        upload_limit=upload_limit,
-        must_answer=False,
-    )
+        server = Server(store_to_write(uri, store), "", store, upload_limit)
+    tracker = Tracker(run_folder.parent, server)
     tracker.attach(run_folder.name)
     return tracker
 
@@ -114,22 +104,22 @@ def noted_store(run_folder: Path, tracking_uri: str | None, store: Path) -> str 
     return uri
 
 
-# Cached, because `kept_from_gc` exempts every object alive at its end from garbage collection. A second call
-# after a training would exempt that training's leftovers, too.
-@cache
 def import_mlflow(tracking_uri: str | None) -> None:
     """Import the part of MLflow that recording to `tracking_uri` needs (see `open_tracker`); this takes a
     second or two."""
     if tracking_uri == "none" or _in_files(tracking_uri):
         return
-    with kept_from_gc():
-        import dphybrid.tracking.writer  # noqa: F401
+    os.environ.update(_QUIET | os.environ)
+    # Only once: `kept_from_gc` would exempt the leftovers of a training from garbage collection, too.
+    if "dphybrid.tracking.writer" not in sys.modules:
+        with kept_from_gc():
+            import dphybrid.tracking.writer  # noqa: F401
 
-        # Otherwise alembic logs some forty lines when it makes the tables of a new database.
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        if tracking_uri is None or tracking_uri.startswith("sqlite"):
-            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+            if tracking_uri is None or tracking_uri.startswith("sqlite"):
+                import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+    # Otherwise alembic logs some forty lines when it makes the tables of a new database.
+    for name in ("alembic", "mlflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _in_files(tracking_uri: str | None) -> bool:
@@ -172,6 +162,7 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
 def store_to_write(tracking_uri: str | None, store: Path) -> str:
     """Return the URI to write MLflow's records to, after making the tables of an SQLite database."""
     uri = tracking_uri or embedded_uri(store)
+    import_mlflow(uri)
     if uri.startswith("sqlite"):
         make_database(uri, store)
     return uri
@@ -184,19 +175,16 @@ def make_database(uri: str, store: Path) -> None:
     from sqlalchemy.engine import make_url
 
     make_folder(store)
-    url = make_url(uri)
-    own = uri == embedded_uri(store)
-    file = store / "mlflow.db" if own else Path(url.database or "")
+    file = store / "mlflow.db" if uri == embedded_uri(store) else Path(make_url(uri).database or "")
     with locked(store / "mlflow.lock"):
         if file.name and not file.exists():
             # In a scratch folder, renamed when complete: MLflow makes its tables one by one, and cannot
             # finish a file that has only some of them, as a crash would leave it. A new folder each time:
             # MLflow keeps its connections by path, even to files that no longer exist.
-            with scratch_folder(file.absolute().parent, ".mlflow-") as folder:
-                scratch = embedded_uri(folder) if own else str(url.set(database=str(folder / file.name)))
+            with scratch_folder(file.absolute().parent, "mlflow") as folder:
                 with explained(str(file), "MLflow's tables cannot be made", "make room on its disk"):
-                    MlflowClient(tracking_uri=scratch).get_experiment_by_name("Default")
-                (folder / file.name).replace(file)
+                    MlflowClient(tracking_uri=embedded_uri(folder)).get_experiment_by_name("Default")
+                (folder / "mlflow.db").replace(file)
         # For an existing file, too: if it is empty, this call makes the tables, which needs the lock.
         _check(uri)
 

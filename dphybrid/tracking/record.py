@@ -32,7 +32,6 @@ METRICS = ("metrics", "summary")
 _KEYS = ("op", "t", "step")
 """The keys of a line of metrics besides their names."""
 _MODE = 0o600  # as others could read params and paths in it
-_ADDRESS = b'{"op":"run",'
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
@@ -127,15 +126,7 @@ def read(folder: Path, offset: int = 0) -> Iterator[tuple[Line | None, int]]:
 def addresses(folder: Path, before: int | None = None) -> list[Line]:
     """Return the lines that say where MLflow has a run, the newest last: run_id, experiment_id, tracking_uri.
     A resumed run with other values has a new one. before: only of lines that begin before this offset."""
-    found, offset = list[Line](), 0
-    with suppress(FileNotFoundError), (folder / RECORD).open("rb") as file:
-        for text in file:
-            if before is not None and offset >= before:
-                break
-            if text.startswith(_ADDRESS) and (line := _parsed(text)) and line.get("experiment_id"):
-                found.append(line)
-            offset += len(text)
-    return found
+    return [line for line in _of_kind(folder, "run", before) if line.get("experiment_id")]
 
 
 def destination(folder: Path) -> Line:
@@ -143,22 +134,22 @@ def destination(folder: Path) -> Line:
     return next(reversed(addresses(folder)), {})
 
 
-def last_op(folder: Path) -> str:
-    """Return the kind of the last line of a record; "" if that is damaged."""
-    with (folder / RECORD).open("rb") as file:
-        end = _end_of_lines(file.fileno())
-        begin = max(0, end - 2**20)
-        text = os.pread(file.fileno(), end - begin, begin).rstrip(b"\n").rpartition(b"\n")[2]
-    return str((_parsed(text) or {}).get("op", ""))
-
-
 def last_status(folder: Path) -> str:
     """Return the status that a record says last, such as FAILED; "" if it says none."""
-    status = ""
-    for line, _ in read(folder):
-        if line is not None and line["op"] == "status":
-            status = str(line["status"])
-    return status
+    statuses = [str(line.get("status", "")) for line in _of_kind(folder, "status")]
+    return statuses[-1] if statuses else ""
+
+
+def _of_kind(folder: Path, op: str, before: int | None = None) -> Iterator[Line]:
+    """Yield a record's lines of a kind; the other ones are not parsed, which takes long."""
+    begin, offset = f'{{"op":"{op}",'.encode(), 0
+    with suppress(FileNotFoundError), (folder / RECORD).open("rb") as file:
+        for text in file:
+            if before is not None and offset >= before:
+                return
+            if text.startswith(begin) and (line := _parsed(text)):
+                yield line
+            offset += len(text)
 
 
 def waits(folder: Path) -> bool:
@@ -184,9 +175,9 @@ def give_address(folder: Path, address: Line) -> None:
 
 
 def of_metrics(metrics: Mapping[str, float], step: int, op: str = "metrics") -> Line:
-    """Return the line of metrics at a step."""
+    """Return the line of metrics, numbers of any library, at a step."""
     # A metric must not take the place of a key of the line.
-    named = {f"metric/{name}" if name in _KEYS else name: value for name, value in metrics.items()}
+    named = {f"metric/{name}" if name in _KEYS else name: float(n) for name, n in metrics.items()}
     return {"op": op, "step": step, **named}
 
 

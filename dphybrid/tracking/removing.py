@@ -37,20 +37,14 @@ def forget_run(uri: str, run_id: str) -> None:
     refuses it."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     with explained(uri, f"MLflow does not delete run {run_id}", _REMEDY):
-        if not _exists(client, run_id):
-            return
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return
+            raise
         for version in client.search_model_versions(f"run_id = '{run_id}'", max_results=1000):
             client.delete_model_version(version.name, str(version.version))
         CheckpointModels(client, uri, run_id, upload_limit=0).remove_all()
-        if client.get_run(run_id).info.lifecycle_stage == "active":
+        if run.info.lifecycle_stage == "active":
             client.delete_run(run_id)
-
-
-def _exists(client: MlflowClient, run_id: str) -> bool:
-    try:
-        client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return False
-        raise
-    return True

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dphybrid.tracking.opening import noted_uri, recorded_in
-from dphybrid.tracking.record import RECORD, RecordFile, destination, last_op, waits
+from dphybrid.tracking.record import RECORD, RecordFile, destination, last_status, waits
 from dphybrid.tracking.tracker import copier_of
 from dphybrid.util.alive import alive
 from dphybrid.util.errors import UserError
@@ -31,7 +31,7 @@ def sync(
                 if waits(folder):
                     yield f"{name}: still running; it copies its record itself", True
                 continue
-            if last_op(folder) != "status":
+            if last_status(folder) in ("", "RUNNING"):
                 record = RecordFile(folder)
                 record.append({"op": "status", "status": "KILLED"}, sync=True)
                 record.close()

@@ -4,6 +4,7 @@ were used badly."""
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -16,24 +17,23 @@ _UNEVEN = 1.25
 _BUSY_PCT = 50.0
 """A GPU below this mean utilization waits more than it works."""
 _DEVICE_STAGES = ("forward", "backward", "replicate", "scatter", "gather", "loss", "dense_update")
-_UTILIZATION = "_utilization_pct"
 
 
 class SystemMetrics:
-    """Samples `system/...` metrics of this machine. gpus: UUIDs of the GPUs that the run uses.
-
-    Attributes:
-        means: The means of the values so far, by name.
-    """
+    """Samples `system/...` metrics of this machine. gpus: UUIDs of the GPUs that the run uses."""
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
-        self.means: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._samples: dict[str, list[float]] = {}
         self._gpus, self._own = _gpu_reader(gpus), psutil.Process()
         # These calls return the load since the call before; the first one returns 0.
         psutil.cpu_percent()
         self._own.cpu_percent()
         self._last = time.monotonic()
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The means of the values so far, by name."""
+        return {name: fmean(values) for name, values in self._samples.items()}
 
     def sample(self, apart_s: float = 1.0) -> dict[str, float]:
         """Return the present values; none if the last ones are less than `apart_s` seconds old."""
@@ -46,12 +46,10 @@ class SystemMetrics:
             "system/memory_pct": psutil.virtual_memory().percent,
             "system/process_rss_mb": self._own.memory_info().rss / _MIB,
         }
-        with suppress(TimeoutError):
+        with suppress(TimeoutError):  # the GPUs' driver hangs
             values |= self._gpus()
         for name, value in values.items():
-            self._counts[name] = count = self._counts.get(name, 0) + 1
-            mean = self.means.get(name, 0.0)
-            self.means[name] = mean + (value - mean) / count
+            self._samples.setdefault(name, []).append(value)
         return values
 
 
@@ -60,8 +58,7 @@ def _gpu_reader(gpus: Sequence[str]) -> Callable[[], dict[str, float]]:
     does not report. It raises TimeoutError when the driver hangs."""
     if not gpus:
         return dict
-    # Imported here, because a machine without GPUs needs no NVML.
-    import pynvml
+    import pynvml  # here, because a machine without GPUs needs no NVML
 
     try:
         pynvml.nvmlInit()
@@ -77,10 +74,10 @@ def _gpu_reader(gpus: Sequence[str]) -> Callable[[], dict[str, float]]:
 
     def read() -> dict[str, float]:
         values: dict[str, float] = {}
-        for index, uuid in enumerate(gpus):
+        for number, uuid in enumerate(gpus):
             for name, ask in questions.items():
                 with suppress(pynvml.NVMLError):
-                    values[f"system/gpu{index}_{name}"] = ask(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+                    values[f"system/gpu{number}_{name}"] = ask(pynvml.nvmlDeviceGetHandleByUUID(uuid))
         return values
 
     return Limited(read, NVML_LIMIT_S)
@@ -92,7 +89,7 @@ def balance_warnings(
     system: Mapping[str, float],
     stages: Mapping[str, float],
 ) -> list[str]:
-    """Return a sentence with a remedy for each device that was used badly.
+    """Return a sentence with a remedy for each way in which devices were used badly.
 
     Args:
         splits: Rows of the split table.
@@ -103,40 +100,30 @@ def balance_warnings(
     # Split 1 is that of the first batch, which is full. Its first block stands for all.
     full = [row for row in splits if row["number"] == 1]
     rows = [int(row["rows"]) for row in full if row["block"] == full[0]["block"]]
-    if num_devices > 1 and rows:
+    if rows and (len(rows) < num_devices or max(rows) >= _UNEVEN * min(rows)):
         batch = int(full[0]["batch_rows"])
         even = -(-batch // num_devices) * num_devices
-        remedy = (
-            f"of a batch of {batch}{{}}; set train.batch_size to a multiple of {num_devices}, such as {even}"
-        )
-        if len(rows) < num_devices:
-            idle = num_devices - len(rows)
-            warnings.append(f"{idle} of {num_devices} devices got no rows {remedy.format('')}")
-        elif max(rows) >= _UNEVEN * min(rows):
-            others = f" and the others {max(rows)}"
-            warnings.append(f"one device got {min(rows)} rows {remedy.format(others)}")
-    busy = {
-        n.removeprefix("system/").removesuffix(_UTILIZATION): p
-        for n, p in system.items()
-        if _UTILIZATION in n
-    }
-    most, least = (max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)) if busy else ("", "")
-    if busy and busy[most] < _BUSY_PCT:
-        waited = {seconds: stage for stage, seconds in stages.items() if stage not in _DEVICE_STAGES}
-        longest = max(waited, default=0.0)
-        share = longest / (sum(stages.values()) or 1.0)
-        largest = (
-            f"; the largest stage outside the GPUs is {waited[longest]} ({share:.0%} of the time)"
-            if waited
-            else ""
-        )
+        few = f"{num_devices - len(rows)} of {num_devices} devices got no rows of a batch of {batch}"
+        one = f"one device got {min(rows)} rows of a batch of {batch} and the others {max(rows)}"
+        remedy = f"set train.batch_size to a multiple of {num_devices}, such as {even}"
+        warnings.append(f"{few if len(rows) < num_devices else one}; {remedy}")
+    suffix = "_utilization_pct"
+    busy = sorted((pct, name[7 : -len(suffix)]) for name, pct in system.items() if name.endswith(suffix))
+    if not busy:
+        return warnings
+    (least_pct, least), (most_pct, most) = busy[0], busy[-1]
+    if most_pct < _BUSY_PCT:
+        waited = {stage: s for stage, s in stages.items() if stage not in _DEVICE_STAGES}
+        stage = max(waited, key=waited.__getitem__, default="")
+        share = waited.get(stage, 0.0) / (sum(stages.values()) or 1.0)
+        longest = f"; the largest stage outside the GPUs is {stage} ({share:.0%} of the time)"
         warnings.append(
-            f"the busiest GPU, {most}, worked {busy[most]:.0f}% of the time{largest}; use a larger batch or "
-            "fewer GPUs"
+            f"the busiest GPU, {most}, worked {most_pct:.0f}% of the time{longest if stage else ''}; use a "
+            "larger batch or fewer GPUs"
         )
-    elif busy and busy[least] < _BUSY_PCT / 100 * busy[most]:
+    elif least_pct < _BUSY_PCT / 100 * most_pct:
         warnings.append(
-            f"{least} worked {busy[least]:.0f}% of the time and {most} {busy[most]:.0f}%; look at the split "
+            f"{least} worked {least_pct:.0f}% of the time and {most} {most_pct:.0f}%; look at the split "
             "above, and whether others use these GPUs (`dphybrid devices`)"
         )
     return warnings

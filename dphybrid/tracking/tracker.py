@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Server:
     """An MLflow that gets copies of records. store: folder for the artifacts, with a database. upload_limit:
-    a checkpoint's file of more bytes is recorded by path and digest instead of being uploaded."""
+    a checkpoint's file of more bytes is recorded by its path instead of being uploaded."""
 
     uri: str
     experiment: str
@@ -82,17 +82,21 @@ class Tracker:
     """The record of one run, in its folder below `runs`.
 
     Without `runs` it records nothing. Without a server, nothing leaves the folder. After `start` or `attach`,
-    no verb raises because a server is unreachable. Only `register`, `flush`, `close` and `finish` wait for
-    the server, each for a limited time."""
+    no verb raises because a server is unreachable. Only `register`, `close` and `finish` wait for the
+    server, each for a limited time."""
 
     def __init__(self, runs: Path | None = None, server: Server | None = None) -> None:
         self._runs, self._server = runs, server
-        self.run_id = ""
-        self._experiment_id = ""
         self._file: RecordFile | None = None
+        self._there: Line = {}  # the address: the line of the record with op run
+        self._addressed = self._full = False
         self._copier: Copier | None = None
         self._opening = threading.Lock()
-        self._addressed = self._full = False
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the run, or else its name; "" if it is not recorded."""
+        return str(self._there.get("run_id", ""))
 
     @property
     def tracking_uri(self) -> str:
@@ -110,8 +114,8 @@ class Tracker:
     @property
     def run_url(self) -> str:
         """The address of the run's page."""
-        if self._server is not None and self._experiment_id:
-            return run_address(self._server.uri, self._experiment_id, self.run_id)
+        if self._server is not None and self._there.get("experiment_id"):
+            return page_address(self._server.uri, run_path(self._there["experiment_id"], self.run_id))
         return str(self.page or "")
 
     def start(
@@ -124,19 +128,18 @@ class Tracker:
         self._create(run_name, description)
         make_folder(self._runs / run_name)
         self._file = RecordFile(self._runs / run_name)
-        self.record({"op": "params", "values": as_shown(params)}, sync=True)
+        self._log_values("params", params, sync=True)
         self.set_tags(tags)
         return self.run_id
 
     def adopt(self, run_name: str, tags: Mapping[str, str]) -> str:
         """Give the record of a run from elsewhere a run of its own in this MLflow instead of the one that it
         names; return the id. Raises UserError if MLflow refuses it."""
-        folder = self._runs / run_name if self._runs is not None else None
-        if folder is None or not (folder / RECORD).is_file():
+        if self._runs is None or not (self._runs / run_name / RECORD).is_file():
             return ""
         self._create(run_name, "")
-        give_address(folder, self._address(run_name))
-        self._file, self._addressed = RecordFile(folder), True
+        give_address(self._runs / run_name, self._there)
+        self._file, self._addressed = RecordFile(self._runs / run_name), True
         self.set_tags(tags)
         return self.run_id
 
@@ -151,13 +154,11 @@ class Tracker:
         """Continue a run that ended; return its id. changed: with other values, for which MLflow gets another
         run. Raises UserError if MLflow refuses that."""
         self.attach(run_name)
-        if changed and self._file is not None and self._server is not None and self._experiment_id:
+        if changed and self._is_copied:
             tags = {**tags, CONTINUES_TAG: self.run_id}
             self._create(run_name, description)
-            self._addressed = False
-            self.record({"op": "params", "values": as_shown(params)}, sync=True)
-        else:
-            self.record({"op": "status", "status": "RUNNING"})
+            self._log_values("params", params, sync=True)
+        self.record({"op": "status", "status": "RUNNING"})
         self.set_tags(tags)
         return self.run_id
 
@@ -169,41 +170,40 @@ class Tracker:
         file = RecordFile(self._runs / run_name)
         if file.path.is_file():
             self._file, self._addressed = file, False
-            there = destination(file.folder)
-            self.run_id = there.get("run_id", run_name)
-            self._experiment_id = there.get("experiment_id", "")
+            there = {**_address(run_name), **destination(file.folder)}
+            self._there = {key: value for key, value in there.items() if key != "t"}
+
+    def _create(self, run_name: str, description: str) -> None:
+        experiment_id, self._addressed = str(self._there.get("experiment_id", "")), False
+        self._there = _address(run_name)
+        if self._server is not None:
+            from dphybrid.tracking.writer import create_run
+
+            made = create_run(self._server, run_name, description, experiment_id)
+            self._there = _address(run_name, self._server.noted, *made)
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether this process copies the record to MLflow."""
+        return self._file is not None and self._server is not None and bool(self._there.get("experiment_id"))
 
     def record(self, line: Line, *, sync: bool = False) -> int:
         """Append a line that one of the verbs below made; return the offset of its end. sync: it must survive
         a power loss."""
         if self._file is None:
             return 0
-        in_mlflow = self._server is not None and bool(self._experiment_id)
-        if not self._addressed and (in_mlflow or not self._file.path.exists()):
+        if not self._addressed and (self._is_copied or not self._file.path.exists()):
             # By each part of the run once more: one damaged line must not cost the address.
-            self._file.append(self._address(self._file.folder.name))
+            self._file.append(self._there)
         self._addressed = True
         end = self._file.append(line, sync=sync)
         self._copying()
         return end
 
-    def _create(self, run_name: str, description: str) -> None:
-        self.run_id = run_name
-        if self._server is not None:
-            from dphybrid.tracking.writer import create_run
-
-            given = self._server, run_name, description, self._experiment_id
-            self._experiment_id, self.run_id = create_run(*given)
-
-    def _address(self, run_name: str) -> Line:
-        noted = FILES if self._server is None else self._server.noted
-        where = {"run_id": self.run_id, "experiment_id": self._experiment_id, "tracking_uri": noted}
-        return {"op": "run", "name": run_name, **where}
-
     def _copying(self) -> "Copier | None":
         # The copier starts at the first line, not in `attach`: a caller that only wants the run's address
         # must not hold the record.
-        if self._file is None or self._server is None or not self._experiment_id:
+        if self._file is None or self._server is None or not self._is_copied:
             return None
         with self._opening:  # the thread that writes checkpoints may record at the same time
             if self._copier is None:
@@ -212,17 +212,17 @@ class Tracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics at a step."""
-        self._append_points(of_metrics(as_floats(metrics), step))
+        self._log_points(metrics, step, "metrics")
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         """Record metrics of the run as a whole; a later attempt replaces them."""
         # At step 0, MLflow's charts draw one bar for each run; at any other step they draw a dot in a plot
         # over steps.
-        self._append_points(of_metrics(as_floats(metrics), 0, "summary"))
+        self._log_points(metrics, 0, "summary")
 
-    def _append_points(self, line: Line) -> None:
+    def _log_points(self, metrics: Mapping[str, float], step: int, op: str) -> None:
         try:
-            self.record(line)
+            self.record(of_metrics(metrics, step, op))
         except OSError as error:  # a full disk must not end the training; the curves lack some points
             if not self._full:
                 _log.warning("metrics cannot be recorded: %s", error)
@@ -230,42 +230,35 @@ class Tracker:
 
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
-        self._log_content("file", name, masked(text).encode())
+        self.log_bytes(name, masked(text).encode())
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Record rows with equal keys. MLflow matches rows by the first key when it compares runs."""
         if rows:
-            columns = list(rows[0])
-            cells = [[row[column] for column in columns] for row in rows]
             # Cell by cell: in the text of the whole table, one address could hide what follows it.
-            data = [[masked(cell) if isinstance(cell, str) else cell for cell in row] for row in cells]
-            self._log_content("table", name, json.dumps({"columns": columns, "data": data}).encode())
+            cells = [
+                [masked(cell) if isinstance(cell, str) else cell for cell in row.values()] for row in rows
+            ]
+            self.log_bytes(name, json.dumps({"columns": list(rows[0]), "data": cells}).encode(), "table")
 
-    def log_bytes(self, name: str, content: bytes) -> None:
+    def log_bytes(self, name: str, content: bytes, op: str = "file") -> None:
         """Record a file as it is: a picture, or a page whose maker has masked what it shows."""
-        self._log_content("file", name, content)
-
-    def _log_content(self, op: str, name: str, content: bytes) -> None:
-        if self._file is None:
-            return
-        path = self._file.folder / "record" / name
-        make_folder(path.parent)
-        write_bytes(path, content)
-        folder = name.rpartition("/")[0]
-        self.record({"op": op, "path": f"record/{name}", "folder": folder})
+        if self._file is not None:
+            path = self._file.folder / "record" / name
+            make_folder(path.parent)
+            write_bytes(path, content)
+            self.record({"op": op, "path": f"record/{name}", "folder": name.rpartition("/")[0]})
 
     def log_file(self, path: Path, folder: str) -> None:
         """Record a file under `folder` ("" for the top). Do not move a file of the run's folder: it is read
         when it is sent. Another file is copied."""
         if self._file is None:
             return
-        own, given = self._file.folder.absolute(), path.absolute()
-        if not given.is_relative_to(own):
-            copied = own / "record" / folder / given.name
-            make_folder(copied.parent)
-            shutil.copy(given, copied)
-            given = copied
-        self.record({"op": "file", "path": str(given.relative_to(own)), "folder": folder})
+        own, path = self._file.folder.absolute(), path.absolute()
+        if not path.is_relative_to(own):
+            make_folder(own / "record" / folder)
+            path = Path(shutil.copy(path, own / "record" / folder / path.name))
+        self.record({"op": "file", "path": str(path.relative_to(own)), "folder": folder})
 
     def log_dataset(
         self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
@@ -289,16 +282,12 @@ class Tracker:
         name and digest of the training data."""
         if self._file is None:
             return
-        # Relative to the run's folder, which may be moved before they are sent.
-        root = self._file.folder.absolute()
-        cards = [
-            {
-                **card,
-                "folder": os.path.relpath(card["folder"].absolute(), root),
-                "metrics": as_floats(card["metrics"]),
-            }
-            for card in kept
-        ]
+        root, cards = self._file.folder.absolute(), []
+        for card in kept:
+            # Relative to the run's folder, which may be moved before they are sent.
+            folder = os.path.relpath(card["folder"].absolute(), root)
+            metrics = {name: float(value) for name, value in card["metrics"].items()}
+            cards.append({**card, "folder": folder, "metrics": metrics})
         self.record({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
 
     def register(self, name: str, uid: str, alias: str) -> str:
@@ -323,17 +312,17 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set short facts to filter and group runs by."""
-        self.record({"op": "tags", "values": as_shown(tags)})
+        self._log_values("tags", tags)
 
     def set_description(self, markdown: str) -> None:
         """Set the description of the run, which its page begins with."""
         # MLflow shows this tag as the run's description.
         self.set_tags({"mlflow.note.content": markdown})
 
-    def flush(self, timeout_s: float = _FINISH_WAIT_S) -> bool:
-        """Wait at most `timeout_s` seconds until all lines so far have arrived; return whether they did."""
-        copier = self._copying()
-        return copier is None or self._file is None or copier.wait(self._file.path.stat().st_size, timeout_s)
+    def _log_values(self, op: str, values: Mapping[str, str], sync: bool = False) -> None:
+        self.record(
+            {"op": op, "values": {name: masked(str(value)) for name, value in values.items()}}, sync=sync
+        )
 
     def close(self) -> None:
         """Stop recording in this process; the run stays open."""
@@ -353,6 +342,12 @@ class Tracker:
         return lacks
 
 
+def _address(run_name: str, uri: str = FILES, experiment_id: str = "", run_id: str = "") -> Line:
+    """Return the line of a record that says where MLflow has the run; without a URI: nowhere."""
+    where = {"run_id": run_id or run_name, "experiment_id": experiment_id, "tracking_uri": uri}
+    return {"op": "run", "name": run_name, **where}
+
+
 def copier_of(folder: Path, uri: str, upload_limit: int) -> "Copier":
     """Return a copier of the record in a folder to the MLflow at `uri`."""
     from dphybrid.tracking.copier import Copier
@@ -361,22 +356,6 @@ def copier_of(folder: Path, uri: str, upload_limit: int) -> "Copier":
     # The run that the next line belongs to; a line with an address comes before those of another one.
     there = [*addresses(folder)[:1], *addresses(folder, before=Sent.read(folder).offset)][-1]
     return Copier(folder, MlflowWriter(uri, there["run_id"], folder, upload_limit).write)
-
-
-def as_floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as Python floats, with names in valid Unicode: JSON takes no numpy or torch scalars, and
-    SQLite no lone surrogates, which Python makes of bytes that are not UTF-8."""
-    return {_unicode(name): float(value) for name, value in metrics.items()}
-
-
-@lru_cache(maxsize=4096)
-def _unicode(name: str) -> str:
-    return name.encode(errors="replace").decode()
-
-
-def as_shown(values: Mapping[str, str]) -> dict[str, str]:
-    """Return params or tags without the passwords in them."""
-    return {name: masked(str(value)) for name, value in values.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -392,17 +371,11 @@ def safe_name(name: str) -> str:
     return f"{safe[: _MAX - 7]}-{digest}"
 
 
-def ui_address(tracking_uri: str) -> str:
-    """Return the address of MLflow's pages: the server's; "" for a database, which has none."""
-    return shown_address(tracking_uri).rstrip("/") if tracking_uri.startswith("http") else ""
+def page_address(tracking_uri: str, page: str) -> str:
+    """Return the address of a page of MLflow; "" for a database, which has none. page: what follows `#`."""
+    return f"{shown_address(tracking_uri).rstrip('/')}/#{page}" if tracking_uri.startswith("http") else ""
 
 
 def run_path(experiment_id: str, run_id: str) -> str:
     """Return the part after `#` in the address of a run."""
     return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
-
-
-def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page; "" if only a database holds it."""
-    base = ui_address(tracking_uri)
-    return f"{base}/#{run_path(experiment_id, run_id)}" if base else ""

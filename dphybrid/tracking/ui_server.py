@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -22,6 +21,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dphybrid.util.asking import ask
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import masked
 
@@ -77,17 +77,12 @@ def serving(uri: str, port: int) -> Iterator[tuple["subprocess.Popen[bytes]", st
 def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | None:
     """Wait for the server's first answer; return what went wrong, or None."""
     started = time.monotonic()
-    wanted = urllib.request.Request(
-        f"http://{_HOST}:{port}/health", headers={"Authorization": f"Bearer {token}"}
-    )
     while time.monotonic() - started < _START_S:
         if server.poll() is not None:
             return f"ended with exit code {server.returncode}"
-        try:
-            with urllib.request.urlopen(wanted, timeout=5):  # noqa: S310 - its own server
-                return None
-        except OSError:
-            time.sleep(0.2)
+        if not ask(f"http://{_HOST}:{port}/health", token=token).wrong:
+            return None
+        time.sleep(0.2)
     return f"did not answer within {_START_S:.0f} s"
 
 

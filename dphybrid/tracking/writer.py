@@ -47,7 +47,7 @@ _DETAILS = re.compile(
 
 def create_run(server: Server, run_name: str, description: str, experiment_id: str = "") -> tuple[str, str]:
     """Create a run in MLflow; return the experiment's id and the run's. experiment_id: instead of the
-    server's experiment. Raises UserError if MLflow refuses it."""
+    server's experiment. Raises UserError if MLflow refuses it, and for a deleted experiment."""
     tags = {
         "mlflow.source.name": "dphybrid",
         "mlflow.source.type": "JOB",
@@ -57,32 +57,29 @@ def create_run(server: Server, run_name: str, description: str, experiment_id: s
     remedy = "correct the address or the credentials, or record nothing with --tracking none"
     with explained(server.uri, "MLflow refuses to record a run", remedy):
         client = MlflowClient(tracking_uri=server.uri, registry_uri=server.uri)
-        if not experiment_id:
-            experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
+        experiment_id = experiment_id or _experiment(client, server)
         made = client.create_run(experiment_id, run_name=run_name, tags=tags)
     return experiment_id, str(made.info.run_id)
 
 
-def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
-    """Return the id of an experiment; make it if it does not exist. Raises UserError for a deleted one."""
+def _experiment(client: MlflowClient, server: Server) -> str:
+    name, tags = server.experiment, {"mlflow.experimentKind": "custom_model_development"}
     found = client.get_experiment_by_name(name)
-    if found is not None and found.lifecycle_stage != "active":
+    if found is None:
+        # An absolute folder: a database stores an experiment's artifact folder once and for all, so it must
+        # not depend on the folder that the first run was started in.
+        location = None if server.uri.startswith("http") else (server.store / "artifacts").as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=location, tags=tags))
+        except MlflowException:
+            found = client.get_experiment_by_name(name)  # another process may have made it in between
+            if found is None:
+                raise
+    if found.lifecycle_stage != "active":
         raise UserError(
             f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name"
         )
-    if found is not None:
-        return str(found.experiment_id)
-    # An absolute folder: a database stores an experiment's artifact folder once and for all, so it must not
-    # depend on the folder that the first run was started in.
-    location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
-    tags = {"mlflow.experimentKind": "custom_model_development"}
-    try:
-        return str(client.create_experiment(name, artifact_location=location, tags=tags))
-    except MlflowException:
-        found = client.get_experiment_by_name(name)  # another process may have made it in between
-        if found is None:
-            raise
-        return str(found.experiment_id)
+    return str(found.experiment_id)
 
 
 class MlflowWriter:
@@ -100,16 +97,17 @@ class MlflowWriter:
     def write(self, lines: list[Line]) -> None:
         """Write one line, or several with points. Raises Refused if MLflow refuses them; after other errors
         it is worth trying again."""
-        op = lines[0]["op"]
+        line = lines[0]
         try:
-            if op == "run":
-                self._run_id = lines[0]["run_id"] if lines[0]["experiment_id"] else self._run_id
-            elif self._checked != self._run_id:
+            if line["op"] == "run":
+                self._run_id = line["run_id"] if line["experiment_id"] else self._run_id
+                return
+            if self._checked != self._run_id:
                 self._check_run()
-            if op in METRICS:
+            if line["op"] in METRICS:
                 self._points(lines)
-            elif op != "run":
-                self._verbs[op](lines[0])
+            else:
+                self._verbs[line["op"]](line)
         except MlflowException as error:
             if error.error_code not in _REFUSALS:
                 raise
@@ -139,7 +137,7 @@ class MlflowWriter:
             "file": self._file,
             "table": self._table,
             "dataset": self._dataset,
-            "checkpoints": lambda line: self._models.reconcile(self._placed(line)),
+            "checkpoints": lambda line: self._models.reconcile(line, self._folder),
             "register": lambda line: self._models.register(line),
             "status": self._status,
         }
@@ -185,19 +183,11 @@ class MlflowWriter:
             raise Refused(f"{path}: no longer exists")
         self._client.log_artifact(self._run_id, str(path), line["folder"] or None)
 
-    def _placed(self, line: Line) -> Line:
-        """Return a line of checkpoints with their folders where the run's folder is now."""
-        return line | {
-            "kept": [{**c, "folder": str(inside(self._folder, c["folder"]))} for c in line["kept"]]
-        }
-
     def _table(self, line: Line) -> None:
         self._file(line)
         # Because of this tag, MLflow's UI offers the file as a table that can be compared between runs.
-        entry = {
-            "path": "/".join(filter(None, (line["folder"], Path(line["path"]).name))),
-            "type": "table",
-        }
+        name = "/".join(filter(None, (line["folder"], Path(line["path"]).name)))
+        entry = {"path": name, "type": "table"}
         entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
         if entry not in entries:
             self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))

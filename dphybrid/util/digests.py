@@ -6,6 +6,7 @@ import json
 import marshal
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,24 +39,20 @@ def value_digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def code_digest(classes: Iterable[type]) -> str:
-    """Return the sha256 in hex of the files of the classes' modules and of their base classes'; of a class in
-    the running program its own lines. Empty without any class outside of this package, whose code has a
-    version.
-    """
+def code_digest(cls: type) -> str:
+    """Return the sha256 in hex of the code of a class and of its base classes: of the files of their modules.
+    Empty if all of them are in this package, whose code has a version."""
     package = __name__.partition(".")[0]
-    codes: dict[str, str] = {}
-    for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
-        if cls.__module__.partition(".")[0] not in (package, "builtins", "abc", "typing", "pydantic"):
-            codes[f"{cls.__module__}.{cls.__qualname__}"] = _code_of(cls)
-    return value_digest(codes) if codes else ""
+    own = (package, "builtins", "abc", "typing", "pydantic")
+    others = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in own]
+    return value_digest([_code_of(base) for base in others]) if others else ""
 
 
 def _code_of(cls: type) -> str:
     try:
-        module = None if cls.__module__ == "__main__" else inspect.getmodule(cls)
-        return inspect.getsource(module or cls)
-    except (OSError, TypeError):  # typed into an interpreter
+        # Of the running program only the class: a script's other lines may change from run to run.
+        return inspect.getsource(cls if cls.__module__ == "__main__" else sys.modules[cls.__module__])
+    except (OSError, TypeError, KeyError):  # typed into an interpreter
         functions = filter(inspect.isfunction, vars(cls).values())
         return repr([marshal.dumps(function.__code__) for function in functions])
 
@@ -73,13 +70,6 @@ def file_crc(path: Path) -> str:
 SUMS = {"sha256": file_digest, "crc32": file_crc}
 """Kinds of file checksums, by the names of the page fields that hold them."""
 
-_LINKED: set[Path] = set()
-
-
-def allow_links(folder: Path) -> None:
-    """Let files of `folder`, which this process has put together, be links to files elsewhere."""
-    _LINKED.add(folder.resolve())
-
 
 def own_files(folder: Path, remedy: str) -> list[str]:
     """Return the names of all files in `folder` and below, except hidden ones. Opens nothing. Raises
@@ -87,14 +77,14 @@ def own_files(folder: Path, remedy: str) -> list[str]:
     forever, and a link may lead to somebody's file."""
     found = list[str]()
     try:
-        links = given_path(str(folder), "folder").resolve() in _LINKED
+        given_path(str(folder), "folder")
         for entry in sorted(folder.rglob("*")):
-            mode = (entry.stat() if links else entry.lstat()).st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                kind = "a link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
-                raise UserError(f"{entry}: is {kind}, which this folder must not have; {remedy}")
+            mode = entry.lstat().st_mode
             if stat.S_ISREG(mode) and not entry.name.startswith("."):
                 found.append(entry.relative_to(folder).as_posix())
+            elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
+                raise UserError(f"{entry}: is {kind}, which this folder must not have; {remedy}")
     except OSError as error:
         raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror}); {remedy}") from error
     return found
@@ -103,9 +93,9 @@ def own_files(folder: Path, remedy: str) -> list[str]:
 def inside(folder: Path, name: str, remedy: str = "") -> Path:
     """Return the path that a page of `folder` names. Raises UserError unless it is in that folder, and no
     link in it leads out."""
-    path, home = folder / name, folder.resolve()
+    path = folder / name
     below = folder.absolute() in Path(os.path.normpath(path.absolute())).parents
-    if not below or not (home in _LINKED or path.resolve().is_relative_to(home)):
+    if not below or not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder}: names the file {name!r}, which is outside of this folder{remedy}")
     return path
 

@@ -3,9 +3,7 @@ text."""
 
 import difflib
 import re
-import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dphybrid.util.text import masked, printable
@@ -33,15 +31,6 @@ def suggestion(word: str, known: Sequence[str]) -> str:
         return f"; did you mean {close[0]!r}?"
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     return f"; known: {', '.join(known[-_SHOWN:]) or 'none'}{more}"
-
-
-def failure_text(error: Exception) -> str:
-    """Return type and message of an error in user code, with the line of that code."""
-    # The last frame is often in torch or in this package; users look for the last line of their own.
-    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
-    own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
-    frame = (own or frames)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def plain_words(item: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ processes.
 """
 
 import errno
-import glob
 import itertools
 import json
 import os
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from dphybrid.util.alive import NAME, lives, process_name
@@ -37,10 +35,9 @@ _REMEDIES = {
 """Remedies for the disk's errors."""
 _SMALL_BYTES = 2**24
 # What `temporary` gives: .NAME.KIND-NUMBER-PROCESS
-_LEFTOVER = re.compile(rf"\.(.+)\.(partial|removed|replaced)-[0-9a-f]+-({NAME.pattern})")
+_LEFTOVER = re.compile(rf"\.(.+)\.(partial|removed|replaced|scratch)-[0-9a-f]+-({NAME.pattern})")
+_SCRATCH = "scratch"
 _NUMBERS = itertools.count(1)
-_SCRATCH = "dphybrid-"
-"""Begins the names of this program's scratch folders in the system's folder of temporary files."""
 
 
 def given_path(text: str, name: str) -> Path:
@@ -89,8 +86,7 @@ def check_target(file: str | Path, what: str) -> Path:
         raise UserError(f"{what}: cannot be written there; name a file in a folder that exists")
     if not os.access(folder, os.W_OK):
         raise UserError(f"{what}: you may not write in {folder}; name a file in another folder")
-    with suppress(OSError):  # of another user
-        clear_leftovers(folder, alone=False)
+    clear_leftovers(folder, alone=False)
     return target
 
 
@@ -188,7 +184,6 @@ def making(final: Path, replace: bool = False) -> Iterator[Path]:
     partial, before = temporary(final), temporary(final, "replaced")
     try:
         with naming(final):
-            shutil.rmtree(partial, ignore_errors=True)
             make_folder(final.parent)
             partial.mkdir()
             yield partial
@@ -264,49 +259,51 @@ def remove_folder(folder: Path) -> None:
 
 
 @contextmanager
-def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a new folder in `parent`, as a path without symbolic links; remove it when the block ends. First
-    remove the scratch folders that killed processes of this machine left. prefix: start of their names.
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new hidden folder in `parent`, as a path without symbolic links; remove it when the block ends.
+    First remove those of this name that killed processes of this machine left.
 
     Raises UserError if `parent` cannot be written.
     """
+    folder = temporary(parent / name, _SCRATCH)
     try:
         with naming(parent):
             make_folder(parent)
-        clear_scratch(parent, prefix)
-        prefix = f"{prefix}{process_name()}-"
-        folder = TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+            clear_leftovers(parent, name, alone=False)
+            folder.mkdir(mode=0o700)
     except OSError as error:
         raise UserError(f"{disk_text(error)}; or set DPHYBRID_DATA_DIR to another folder") from error
-    with folder as name:
-        yield Path(name).resolve()
-
-
-def clear_scratch(parent: Path, prefix: str = _SCRATCH) -> None:
-    """Remove the scratch folders in `parent` that killed processes of this machine left. prefix: start of
-    their names."""
-    for left in parent.glob(f"{glob.escape(prefix)}*"):
-        if (process := NAME.search(left.name)) and lives(process[0]) is False:
-            shutil.rmtree(left, ignore_errors=True)
+    try:
+        yield folder.resolve()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_leftovers(folder: Path, name: str | None = None, alone: bool = True) -> None:
     """Remove temporary files and folders that killed processes left in `folder`, and restore a folder whose
     replacement was interrupted. name: only those of this file or folder. alone: the caller holds the lock of
     what is written there, so that no process is still writing; if not, only what processes of this machine
-    left that no longer exist.
+    left that no longer exist. Leaves what another user owns.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None or name not in (None, match[1]) or not (alone or lives(match[3]) is False):
+    names = list[str]()
+    with suppress(OSError):  # missing, or not for this user to read
+        names = os.listdir(folder)
+    for left in sorted(names):
+        match = _LEFTOVER.fullmatch(left)
+        if match is None or name not in (None, match[1]):
             continue
-        with naming(path):
-            if match[2] == "replaced" and not path.with_name(match[1]).exists():
-                path.rename(path.with_name(match[1]))
+        locked_here = alone and match[2] != _SCRATCH  # a scratch folder is its process's alone
+        if not locked_here and lives(match[3]) is not False:
+            continue
+        path, final = folder / left, folder / match[1]
+        if match[2] == "replaced" and not final.exists():
+            with naming(path):
+                path.rename(final)
                 sync(folder)
-            elif path.is_dir():
-                shutil.rmtree(path)
-            else:
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
                 path.unlink()
 
 

@@ -17,24 +17,22 @@ NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
 class FileLock:
     """An exclusive lock on a file. A missing file is created; the content of an existing one is not changed.
 
-    temporary: remove the file when the lock is released. mode: permissions of a new file.
+    temporary: remove the file when the lock is released.
     """
 
-    def __init__(self, path: Path, temporary: bool = False, mode: int = 0o666) -> None:
-        self.path, self._temporary, self._mode = path, temporary, mode
+    def __init__(self, path: Path, temporary: bool = False) -> None:
+        self.path, self._temporary = path, temporary
         self._handle: int | None = None
 
     def acquire(self, wait: bool = False) -> bool:
         """Take the lock; return whether that worked. Without `wait` it fails if another process or thread
         holds the lock. Never follows a symbolic link."""
         while self._handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_LINK, self._mode)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
             try:
                 if not lock(handle, wait):
                     return False
-                # If not, the last holder removed the file after we opened it. A new file of this name may be
-                # locked by another process, so open it again.
-                if stands_at(self.path, handle):
+                if _stands_at(self.path, handle):
                     self._handle, handle = handle, -1
             finally:
                 if handle >= 0:
@@ -49,6 +47,15 @@ class FileLock:
                 self.path.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = None
+
+
+def _stands_at(path: Path, handle: int) -> bool:
+    """Return whether `path` still names the open file. If the last holder removed the file before it was
+    locked here, the next process creates and locks another one."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -77,37 +84,21 @@ def is_held(path: Path) -> bool:
 def lock(handle: int, wait: bool = False) -> bool:
     """Lock an open file exclusively; return whether that worked. Without `wait` it fails if another handle
     has the lock."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise _named(error, handle) from error
-    return True
+    return _flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_locked(handle: int) -> bool:
     """Return whether a handle other than this one has the lock on its file. During this test, which takes
     microseconds, a `lock` without `wait` by another process fails."""
+    return not (_flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB) and _flock(handle, fcntl.LOCK_UN))
+
+
+def _flock(handle: int, operation: int) -> bool:
+    """Return whether it worked. Other errors, as of a network file system without locks, name the file."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(handle, operation)
     except BlockingIOError:
-        return True
-    except OSError as error:
-        raise _named(error, handle) from error
-    fcntl.flock(handle, fcntl.LOCK_UN)
-    return False
-
-
-def _named(error: OSError, handle: int) -> OSError:
-    """Return an error of flock with the file's name: some network file systems have no locks."""
-    return OSError(error.errno, error.strerror, os.readlink(f"/proc/self/fd/{handle}"))
-
-
-def stands_at(path: Path, handle: int) -> bool:
-    """Return whether `path` still names the open file. If the file was removed before it was locked, the next
-    process creates and locks another one."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(handle))
-    except FileNotFoundError:
         return False
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.readlink(f"/proc/self/fd/{handle}")) from error
+    return True

@@ -106,7 +106,12 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
             if stop.hung_up:
                 return
             stop.hung_up = True
-            _leave_closed_terminal()
+            for stream in (1, 2):
+                try:
+                    os.ttyname(stream)
+                except OSError as error:
+                    if error.errno == errno.EIO:  # not ENOTTY: a file or a pipe stays
+                        drop_output(stream)
         stop.ask(_NAMES[signal.Signals(number)], number)
         if at_once:
             raise stop.interruption()
@@ -123,14 +128,10 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leave_closed_terminal() -> None:
-    """Let output to a terminal that no longer exists go to /dev/null: each print would fail."""
-    for stream in (1, 2):
-        try:
-            os.ttyname(stream)
-        except OSError as error:
-            if error.errno == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+def drop_output(stream: int) -> None:
+    """Let a stream (1 or 2) whose reader has gone, such as a closed terminal, go to /dev/null: each print,
+    and Python's own flush at the end of the process, would fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote
 
 # C0 and C1 but tab and line feed; delete; line separators; what sets the direction of letters; lone
 # surrogates.
@@ -116,11 +116,6 @@ def without_secrets_of(address: str, text: str) -> str:
     return masked(text)
 
 
-def without_credentials(url: str) -> tuple[str, str | None]:
-    """Split an http address into the address without credentials, and the decoded `user:password` or None."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # such as a bracket that is not closed
-        return url, None
-    userinfo, at, host = parts.netloc.rpartition("@")
-    return (urlunsplit(parts._replace(netloc=host)), unquote(userinfo)) if at else (url, None)
+def without_credentials(url: str) -> str:
+    """Return an address without its user and password."""
+    return re.sub(r"(?<=://)[^/?#]*@", "", url)

@@ -18,7 +18,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors, write_tensors
-from dphybrid.util.files import clear_scratch, making, scratch_folder, temporary
+from dphybrid.util.files import clear_leftovers, making, scratch_folder, temporary
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -115,7 +115,7 @@ def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tm
     frame().write_csv("rows.csv")
     if (killed := os.fork()) == 0:
         temporary(Path("out.csv").absolute()).touch()
-        with making(Path("exported").absolute()) as folder, scratch_folder(Path("tmp"), "dphybrid-x-"):
+        with making(Path("exported").absolute()) as folder, scratch_folder(Path("tmp"), "dphybrid-x"):
             (folder / "file").touch()
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
@@ -126,5 +126,5 @@ def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tm
     command("predict", "run", "--data.path", "rows.csv", "--out", "out.csv")
     assert {path.name for path in Path().iterdir() if ".partial-" in path.name} == {own.name}
     assert len(list(Path("tmp").iterdir())) == 1
-    clear_scratch(Path("tmp"))
+    clear_leftovers(Path("tmp"), alone=False)
     assert list(Path("tmp").iterdir()) == []

@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import read_run
 from dphybrid.run.job import run_job
 from dphybrid.tracking.loader import checkpoint_folder
-from dphybrid.util.digests import file_digest, value_digest
+from dphybrid.util.digests import value_digest
 from tests.commands import run_with
 from tests.refusing import refused
 
@@ -29,44 +31,43 @@ def make(context):
 """
 
 
-def lacking(folder: Path, name: str) -> str:
-    """Return the address of a model that lacks a file of this name, which is elsewhere."""
-    root, source = folder / "model", folder / "source"
-    (root / "checkpoint").mkdir(parents=True, exist_ok=True)
-    source.write_text("rows")
-    entry = {"name": name, "path": str(source), "bytes": 4, "sha256": file_digest(source)}
-    (root / "left_out.json").write_text(json.dumps([entry]))
-    return root.as_uri()
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A model in MLflow with files that were too large to upload, and beside it its checkpoint."""
+    for folder in (tmp_path / "model" / "checkpoint", tmp_path / "step-000001"):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+    where = {"folder": str(tmp_path / "step-000001"), "bytes": {"tables/rows.safetensors": 3 * 2**20}}
+    (tmp_path / "model" / "left_out.json").write_text(json.dumps(where))
+    return tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped-by-dphybrid", "a/../../b", ".", ""])
-def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: str) -> None:
-    with refused("outside of this folder; this model is not loaded"):
-        checkpoint_folder(lacking(tmp_path, name))
-    assert not Path("/tmp/escaped-by-dphybrid").exists()
-    whole = checkpoint_folder(lacking(tmp_path, "tables/rows.safetensors"))
-    assert (whole / "tables" / "rows.safetensors").read_text() == "rows"
+def test_a_model_with_left_out_files_is_its_checkpoint_and_no_other_one(large: Path) -> None:
+    kept = large.parent / "step-000001"
+    assert checkpoint_folder(large.as_uri()) == kept
+    (kept / "state.json").write_text("{ }")
+    with refused("step-000001: is not the checkpoint that was recorded as this model"):
+        checkpoint_folder(large.as_uri())
+    shutil.rmtree(kept)
+    with refused(
+        "step-000001 is missing, and 3 MiB of its files were too large to upload; load the model on"
+    ):
+        checkpoint_folder(large.as_uri())
 
 
-def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    address, outside = lacking(tmp_path, "tables/x"), tmp_path / "outside"
-    outside.mkdir()
-    (tmp_path / "model" / "checkpoint" / "tables").symlink_to(outside)
+def test_a_folder_that_is_a_link_leads_nowhere(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(large)
+    (large / "checkpoint" / "tables").symlink_to(large.parent)
     with refused("tables: is a link, which this folder must not have; this model is not loaded"):
-        checkpoint_folder(address)
-    assert list(outside.iterdir()) == []
-    assert not (tmp_path / "mlflow.db").exists()  # no store is asked, and none is made
+        checkpoint_folder(large.as_uri())
+    assert not (large / "mlflow.db").exists()  # no store is asked, and none is made
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "{}", "[1]", '[{"name": 1}]', '[{"name": "a", "path": "b", "bytes": "c"}]', "[" * 100_000]
-)
-def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "left_out.json").write_text(text)
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"folder": 1, "bytes": {}}', "[" * 100_000])
+def test_a_damaged_page_of_left_out_files_is_told(large: Path, text: str) -> None:
+    (large / "left_out.json").write_text(text)
     with refused(r"left_out.json: is damaged"):
-        checkpoint_folder(tmp_path.as_uri())
+        checkpoint_folder(large.as_uri())
 
 
 @pytest.fixture
@@ -112,31 +113,29 @@ def test_a_run_of_settings_that_were_passed_is_the_users_own(factory: None, tmp_
         TrainedRun(run.folder).model  # noqa: B018 - of the data folder in force
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("recipe", "mymodels:Nothing"),
-        ("model.factory", "mymodels:make"),
-        ("train.callbacks", ["mymodels:tell"]),
-    ],
-)
-@pytest.mark.parametrize("page", ["state.json", "run.json"])
-def test_no_name_in_a_page_from_elsewhere_imports_code(
-    factory: None, tmp_path: Path, field: str, value: object, page: str
-) -> None:
+def test_no_name_in_a_page_from_elsewhere_imports_code(factory: None, tmp_path: Path) -> None:
     report = run_with("recipe=toy", "train.epochs=1")
-    given = Path(report.best_checkpoint)
-    shutil.move(given.parents[1], tmp_path / "elsewhere")
-    folder = tmp_path / "elsewhere" / (given.relative_to(given.parents[1]) if page == "state.json" else ".")
-    content = json.loads((folder / page).read_text())
-    content.pop("page_sha256", None)
-    section, _, name = field.partition(".")
-    if name:
-        content["config"][section][name] = value
-    else:
-        content["config"][section] = value
-    (folder / page).write_text(json.dumps(content | {"page_sha256": value_digest(content)}))
-    read = dphybrid.load if page == "state.json" else lambda name: read_run(name, load_settings()).config
-    with refused(f"{page}: none of your own runs wrote it; {field} = 'mymodels:"):
-        read(str(folder))
+    checkpoint = Path(report.best_checkpoint)
+    elsewhere = Path(shutil.move(checkpoint.parents[1], tmp_path / "elsewhere"))
+    ways: dict[Path, Callable[[str], object]] = {
+        elsewhere / "checkpoints" / checkpoint.name / "state.json": dphybrid.load,
+        elsewhere / "run.json": lambda folder: read_run(folder, load_settings()).config,
+    }
+    changes: list[dict[str, object]] = [
+        {"recipe": "mymodels:Nothing"},
+        {"model": {"factory": "mymodels:make"}},
+        {"train": {"callbacks": ["mymodels:tell"]}},
+    ]
+    for (page, read), change in product(ways.items(), changes):
+        content = json.loads(page.read_text())
+        del content["page_sha256"]
+        content["config"] |= {
+            name: content["config"][name] | new if isinstance(new, dict) else new
+            for name, new in change.items()
+        }
+        whole = page.read_bytes()
+        page.write_text(json.dumps(content | {"page_sha256": value_digest(content)}))
+        with refused(f"{page.name}: none of your own runs wrote it; .* = 'mymodels:"):
+            read(str(page.parent))
+        page.write_bytes(whole)
     assert not (tmp_path / "imported").exists()

@@ -1,6 +1,5 @@
 """When a real tracking server goes away, training goes on and the record is whole afterwards."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,9 +17,11 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.job import run_job
 from dphybrid.tracking import open_tracker, waiting
+from dphybrid.tracking.record import waits
 from tests.commands import command, python, run_with
 from tests.refusing import refused
 from tests.tracking.conftest import MlflowServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 RUN = ["recipe=hybrid", "devices=cpu*2", "train.log_every=5", "train.patience=0"]
@@ -70,7 +71,8 @@ def outlive_its_death(server: MlflowServer, tmp_path: Path) -> None:
     run_id = tracker.start(
         "run", {f"section.param_{i}": str(i) for i in range(1000)}, {"odd (tag)": "x"}, "note"
     )
-    assert tracker.flush(60)
+    folder = tmp_path / "store" / "runs" / "run"
+    wait_until(lambda: not waits(folder), "the first lines arrive", 60)
     for step in range(300):
         if step == 100:
             server.kill()
@@ -84,7 +86,7 @@ def outlive_its_death(server: MlflowServer, tmp_path: Path) -> None:
         if step % 50 == 0:
             tracker.log_text(f"note-{step}.txt", "text")
         time.sleep(0.01)
-    assert tracker.flush(120)
+    wait_until(lambda: not waits(folder), "the lines of the outage arrive", 120)
     tracker.finish("FINISHED")
     client = MlflowClient(server.uri)
     run = client.get_run(run_id)
@@ -193,8 +195,7 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
         checkpoint_folder("models:/wide@nobody", server.uri)
     with refused(r"models:/narrow/1: cannot be fetched"):
         checkpoint_folder("models:/narrow/1", server.uri)
-    (entry,) = json.loads((folder.parent / "left_out.json").read_text())
-    assert entry["crc32"] == report.digests[f"tables/{table.name}"]
+    assert folder == Path(report.best_checkpoint)
     one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
     assert all(value.equal(two.state_dict()[key]) for key, value in one.state_dict().items())
     # A process that was killed leaves a copy behind; the next one clears it away, and leaves none.
@@ -213,4 +214,4 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     assert not list(scratch.iterdir())
     table.write_bytes(b"other")
     with refused(r"checksum differs"):
-        checkpoint_folder(f"models:/wide/{version.version}", server.uri)
+        model_from_checkpoint(checkpoint_folder(f"models:/wide/{version.version}", server.uri))

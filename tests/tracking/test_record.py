@@ -17,7 +17,7 @@ from dphybrid.tracking.record import (
     RecordFile,
     Sent,
     destination,
-    last_op,
+    last_status,
     metrics_of,
     of_metrics,
     read,
@@ -76,7 +76,9 @@ def test_lines_are_read_from_any_offset_on_and_metrics_keep_their_names(tmp_path
     begin = lines[-1][1]
     end = record.append({"op": "tags", "values": {"\udc80": "x"}})  # no valid Unicode
     assert [(line["values"], at) for line, at in read(tmp_path, begin)] == [({"?": "x"}, end)]
-    assert last_op(tmp_path) == "tags"
+    record.append({"op": "status", "status": "FAILED"})
+    record.append({"op": "tags", "values": {}})
+    assert last_status(tmp_path) == "FAILED"
 
 
 def test_a_record_waits_until_it_is_copied_unless_somebody_is_at_it(tmp_path: Path) -> None:
@@ -132,7 +134,6 @@ def test_a_damaged_line_costs_itself(tmp_path: Path, line: bytes, place: int) ->
 def test_a_line_that_a_crash_cut_off_is_removed(tmp_path: Path) -> None:
     record = written(tmp_path)
     record.path.write_bytes(record.path.read_bytes()[:-9])
-    assert last_op(tmp_path) == "metrics"
     record.append(of_metrics({"train/loss": 0.0}, 6))
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 6]
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def run(store: Path, number: int) -> None:
             card |= {"folder": path, "metrics": {"valid/auc": step / STEPS}}
             tracker.log_checkpoints([card], ("data", "digest-of-all"))
         if chance.random() < 0.1:
-            tracker.flush(chance.random())
+            time.sleep(chance.random())
     tracker.log_text("note.txt", "words")
     assert tracker.register("it's all", f"{number}-{STEPS}", "challenger") == ""
     tracker.finish("FINISHED")

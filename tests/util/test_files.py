@@ -1,6 +1,7 @@
 """Files are there whole or not at all, locks end with their process, pages tell their damage."""
 
 import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.util.digests import value_digest, verify_files
+from dphybrid.config import ExperimentConfig
+from dphybrid.util.digests import code_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import (
     disk_errors_told,
@@ -178,3 +180,25 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "x").unlink()
     with refused("x: is missing"):
         verify_files(folder, "page.json", {"sha256": sums}, "do this")
+
+
+def test_a_changed_file_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    digests = []
+    for line in ("number = 1\n", "number = 1\n", "number = 22\n"):
+        (tmp_path / "mine_a.py").write_text(f"{line}class Reader:\n    pass\n")
+        monkeypatch.delitem(sys.modules, "mine_a", raising=False)
+        importlib.invalidate_caches()
+        digests.append(code_digest(importlib.import_module("mine_a").Reader))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_code_of_this_package_does_not_count_and_code_without_a_file_does() -> None:
+    assert code_digest(ExperimentConfig) == ""
+    digests = []
+    for number in (1, 1, 2):
+        names: dict[str, object] = {"__name__": "page"}
+        exec(f"class Reader:\n    def read(self): return {number}\n", names)
+        digests.append(code_digest(names["Reader"]))
+    assert digests[0] == digests[1] != digests[2]

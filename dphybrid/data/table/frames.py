@@ -247,7 +247,7 @@ def write_predictions(
     UserError for such a column that the files lack or the predictions have, and as `read_rows` and
     `write_frames` do; nothing is left at `done.out` then.
     """
-    with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+    with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
         rows = read_rows(files, data, scratch, named, as_text=True)
         names, (of_file, lines) = rows.names, rows.lines()
         if absent := [name for name in keep if name not in names]:
@@ -281,7 +281,7 @@ def rows_of(path: str, data: RowFiles, named: Sequence[str] = ()) -> Iterator[Ro
     """Read the files that a path names, for the block, as an encoder takes new files: texts stay texts.
     Raises UserError as `read_rows` does, and for rows that cannot be read, as others would take their
     places."""
-    with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+    with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
         every = data.model_copy(update={"max_rejected": 1.0})
         rows = read_rows(find_files(path, "data.path"), every, scratch, named, as_text=True)
         for first in rows.rejected:

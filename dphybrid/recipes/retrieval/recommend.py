@@ -220,7 +220,7 @@ class Recommender:
         done = _Recommended(table_target(out, files), top=top)
         section = self._data.model_dump() | {"path": str(path)} | values
         data: Any = build_config({"recipe": self._recipe, "data": section}).data
-        with scratch_folder(Path(gettempdir()), "dphybrid-rows-") as scratch:
+        with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
             rows = read_rows(files, data, scratch, [data.user], as_text=True)
             people = self._from_events(self._events(rows.frame, data))
         done.num_rows, done.num_rejected = len(people), len(rows.rejected)
