@@ -25,8 +25,7 @@ from dphybrid.gpus.inventory import (
     visible,
     why_cpu,
 )
-from dphybrid.gpus.leases import Lease, asked_by
-from dphybrid.gpus.waiting import Wanted, acquire
+from dphybrid.gpus.leases import Lease, Wanted, acquire, asked_by
 from dphybrid.parallel import before_cuda_starts, resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError, counted
@@ -55,37 +54,80 @@ class _LeasedDevices:
         return {"dphybrid.gpus": ", ".join(f"{gpu.label} {gpu.name} {gpu.uuid}" for gpu in self.lease.gpus)}
 
 
-def wanted_spec(config: ExperimentConfig, settings: Settings) -> DeviceSpec:
-    """Return the config's devices, or those of the settings if the config says auto."""
-    return parse_device_spec(settings.devices if config.devices == "auto" else config.devices)
-
-
 def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
     """Return the device text that a run would get if all GPUs that it wants were free. Raises UserError for
     GPUs that do not exist."""
-    spec = wanted_spec(config, settings)
-    units = _units(spec, settings, Inventory(settings.nvml))
-    if not units:
+    spec = _wanted_spec(config, settings)
+    units, why_not = _usable(spec, Inventory(settings.nvml), settings)
+    if not units or why_not:
         return resolve_devices(spec.text).text
-    count = spec.count or _most(units, settings)
-    # Simulated GPUs (DPHYBRID_NVML) have real leases, but torch computes on as many virtual devices.
-    return _virtual(spec, count) if settings.nvml != REAL_NVML else resolve_devices(spec.text).text
+    return _text(spec, range(_wanted(spec, units, settings).most), settings)
 
 
 def num_at_once(configs: Sequence[ExperimentConfig], settings: Settings) -> int:
     """Return how many of these runs can train at the same time: the number of GPUs divided by the fewest that
     one of them needs; 1 on the CPU."""
-    units = visible(Inventory(settings.nvml).read())
-    specs = [wanted_spec(config, settings) for config in configs]
-    if not units or any("cpu" in spec.names for spec in specs):
-        return 1
-    fewest = min(spec.count or len(set(spec.names)) or _most(units, settings) for spec in specs)
-    return max(1, len(units) // fewest)
+    inventory, fewest, count = Inventory(settings.nvml), 0, 0
+    for config in configs:
+        spec = _wanted_spec(config, settings)
+        units, why_not = _usable(spec, inventory, settings)
+        if not units or why_not:
+            return 1
+        most = _wanted(spec, units, settings).most
+        fewest, count = min(fewest or most, most), len(units)
+    return count // fewest
 
 
-def _most(units: Sequence[Gpu], settings: Settings) -> int:
-    """Return how many of these GPUs `auto` may take."""
-    return min(len(units), settings.max_gpus or len(units))
+def _wanted_spec(config: ExperimentConfig, settings: Settings) -> DeviceSpec:
+    """Return the config's devices, or those of the settings if the config says auto."""
+    return parse_device_spec(settings.devices if config.devices == "auto" else config.devices)
+
+
+def _usable(spec: DeviceSpec, inventory: Inventory, settings: Settings) -> tuple[list[Gpu], str]:
+    """Return the GPUs to choose from, none if the CPU was asked for, and why torch cannot use them."""
+    if "cpu" in spec.names:
+        return [], ""
+    units = visible(inventory.read())
+    return units, why_cpu(inventory, units, settings)
+
+
+def _wanted(spec: DeviceSpec, units: Sequence[Gpu], settings: Settings, replicas: int = 0) -> Wanted:
+    """Return which of these GPUs a run needs. `auto` takes as many as a resumed run had (replicas), or else
+    all that are free, and never more than DPHYBRID_MAX_GPUS. Raises UserError if too few exist."""
+    # a set: `cuda:1*2` computes two replicas on one GPU, which is leased once
+    numbers = sorted({_number(name) for name in spec.names})
+    if missing := [number for number in numbers if number >= len(units)]:
+        there = f"{len(units)} GPUs are visible (see `dphybrid devices`)"
+        raise UserError(f"devices: cuda:{missing[0]} does not exist; {there}")
+    limit = min(len(units), settings.max_gpus or len(units))
+    count = len(numbers) or spec.count or min(replicas, limit)
+    if count > len(units):
+        raise UserError(
+            f"devices: {counted(count, 'GPU')} wanted, {len(units)} visible; ask for fewer, or change "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    chosen = [units[number] for number in numbers] or units
+    return Wanted(tuple(chosen), count or 1, count or limit)
+
+
+def _number(name: str) -> int:
+    """Return the 1 of `cuda:1`."""
+    return int(name.partition(":")[2])
+
+
+def _text(spec: DeviceSpec, numbers: Sequence[int], settings: Settings) -> str:
+    """Return the device text of a run on these GPUs, in torch's numbers, in the order of `Wanted.gpus`:
+    `cuda:2*2` is `cuda:0,cuda:0` if CUDA sees GPU 2 alone.
+
+    Simulated GPUs (DPHYBRID_NVML) have real leases, but torch computes on as many virtual devices.
+    """
+    if settings.nvml != REAL_NVML:
+        count = len(spec.names) or len(numbers)
+        return f"cpu*{count}" if count > 1 else "cpu"
+    wanted = sorted({_number(name) for name in spec.names})
+    now = dict(zip(wanted, numbers, strict=False))
+    chosen = [now[_number(name)] for name in spec.names] or numbers
+    return ",".join(f"cuda:{number}" for number in chosen)
 
 
 @contextmanager
@@ -109,58 +151,34 @@ def leased_devices(
         on_wait: Called with the reason for waiting.
         stop: A request that ends the waiting.
     """
-    spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
-    units = _units(spec, settings, inventory)
+    spec, inventory = _wanted_spec(config, settings), Inventory(settings.nvml)
+    units, why_not = _usable(spec, inventory, settings)
+    if why_not:
+        if not spec.is_auto or spec.count:
+            raise UserError(f"devices={spec.text}: {why_not}; `dphybrid doctor` checks the GPUs")
+        print(f"Note: trains on the CPU: {why_not}", flush=True)
+        spec, units = parse_device_spec("cpu"), []
     if not units:
-        real = settings.nvml == REAL_NVML and "cpu" not in spec.names
-        if real and torch.cuda.device_count() and not inventory.broken:
-            why = inventory.reason or "NVML does not know them"
-            print(f"Note: GPUs are used without a lease: {why}", flush=True)
-        elif real and (why := why_cpu(inventory, visible(inventory.read()), settings)):
-            if not spec.is_auto or spec.count:
-                raise UserError(f"devices={spec.text}: {why}; `dphybrid doctor` checks the GPUs")
-            print(f"Note: trains on the CPU: {why}", flush=True)
-            spec = parse_device_spec("cpu")
+        if "cpu" not in spec.names and torch.cuda.device_count():
+            print(f"Note: GPUs are used without a lease: {inventory.reason or 'NVML does not know them'}")
         yield _LeasedDevices(resolve_devices(spec.text).text)
         return
-    most = _most(units, settings)
-    if spec.is_auto and not spec.count and replicas > most:
-        few = f"Note: this run had {replicas} devices, and may take {counted(most, 'GPU')} here"
+    wanted = _wanted(spec, units, settings, replicas)
+    if spec.is_auto and not spec.count and replicas > wanted.most:
+        few = f"Note: this run had {replicas} devices, and may take {counted(wanted.most, 'GPU')} here"
         print(f"{few}; its results will be rounded differently", flush=True)
-    wanted = Wanted(
-        count=spec.count or min(replicas, most),
-        # a set: `cuda:1*2` computes two replicas on one GPU, which is leased once
-        numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
-        at_most=settings.max_gpus,
-    )
     report = on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True))
-    lease = acquire(wanted, inventory, settings, run=run, on_wait=report, stop=stop)
-    with lease:
+    with acquire(wanted, inventory, settings, run=run, on_wait=report, stop=stop) as lease:
         print(f"Leased: {', '.join(gpu.label for gpu in lease.gpus)}", flush=True)
-        if settings.nvml != REAL_NVML:
-            yield _LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
-            return
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
-            numbers = _show_to_torch(lease.gpus)
-            yield _LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
+            simulated = settings.nvml != REAL_NVML
+            numbers = range(len(lease.gpus)) if simulated else _show_to_torch(lease.gpus)
+            yield _LeasedDevices(_text(spec, numbers, settings), lease, inventory)
         finally:  # a later run of this process can choose among all GPUs again
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[Gpu]:
-    """Return the GPUs to choose from; none if the CPU was asked for, or torch cannot use a GPU."""
-    if "cpu" in spec.names:
-        return []
-    units = visible(inventory.read())
-    return [] if why_cpu(inventory, units, settings) else units
-
-
-def _virtual(spec: DeviceSpec, count: int) -> str:
-    count = len(spec.names) or count
-    return f"cpu*{count}" if count > 1 else "cpu"
 
 
 def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
@@ -191,14 +209,6 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
             )
         numbers.append(uuids.index(own))
     return numbers
-
-
-def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -> str:
-    """Return the device text in torch's numbers: `cuda:2*2` is `cuda:0,cuda:0` if CUDA sees GPU 2 alone."""
-    if spec.is_auto:
-        return ",".join(f"cuda:{number}" for number in numbers)
-    now = dict(zip(wanted, numbers, strict=True))
-    return ",".join(f"cuda:{now[int(name.split(':')[1])]}" for name in spec.names)
 
 
 @contextmanager

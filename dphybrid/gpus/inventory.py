@@ -27,10 +27,11 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class Process:
     """A compute process on a GPU. memory_bytes, owner, since and command are None where the system does not
-    report them."""
+    report them. is_own: whether it is the process that reads the GPUs, or a descendant of it."""
 
     pid: int
     memory_bytes: int | None
+    is_own: bool = False
     owner: str | None = None
     since: datetime | None = None
     command: str | None = None
@@ -139,27 +140,17 @@ def _process(pid: int, memory_bytes: int | None) -> Process:
 
     try:
         found = psutil.Process(pid)
+        is_own = os.getpid() in (pid, *(parent.pid for parent in found.parents()))
         since = datetime.fromtimestamp(found.create_time())
-        return Process(pid, memory_bytes, found.username(), since, found.name())
+        return Process(pid, memory_bytes, is_own, found.username(), since, found.name())
     except psutil.Error:  # it has just ended, or runs in another container
         return Process(pid, memory_bytes)
-
-
-def _is_own(pid: int) -> bool:
-    """Return whether `pid` is this process or one of its descendants."""
-    import psutil
-
-    try:
-        found = psutil.Process(pid)
-        return os.getpid() in (pid, *(parent.pid for parent in found.parents()))
-    except psutil.Error:
-        return False
 
 
 def foreign_processes(gpu: Gpu, settings: Settings) -> list[Process]:
     """Return the processes on a GPU that this process did not start and DPHYBRID_GPU_IGNORE does not name."""
     ignored = [name.strip() for name in settings.gpu_ignore.split(",")]
-    return [p for p in gpu.processes if p.command not in ignored and not _is_own(p.pid)]
+    return [p for p in gpu.processes if p.command not in ignored and not p.is_own]
 
 
 def describe_process(process: Process) -> str:

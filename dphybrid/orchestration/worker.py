@@ -34,17 +34,16 @@ from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.config.settings import ENV_FILE, Settings, env_file, load_settings
 from dphybrid.gpus.inventory import Inventory, visible
-from dphybrid.gpus.waiting import free_now
+from dphybrid.gpus.leases import free_now
 from dphybrid.orchestration.queueing import (
     DELETED,
     OWNER_LABEL,
     SILENT_FOR,
     STARTED_BY,
-    STARTS_LABEL,
     UNREACHABLE,
     WAITED,
     LostRuns,
-    num_starts,
+    one_death_more,
     reaching_server,
     refusal,
     state_after_death,
@@ -151,8 +150,7 @@ with warnings.catch_warnings():
             configuration.env |= {STARTED_BY: started_by}
             if flow_run.id in self.waited:
                 configuration.env |= {WAITED: "1"}
-            labels: Any = {OWNER_LABEL: started_by, STARTS_LABEL: num_starts(flow_run) + 1}
-            await self.client.update_flow_run_labels(flow_run.id, labels)
+            await self.client.update_flow_run_labels(flow_run.id, {OWNER_LABEL: started_by})
             if not wants_gpu(flow_run, load_settings()):
                 self.without_gpu.add(flow_run.id)
             try:
@@ -165,9 +163,26 @@ with warnings.catch_warnings():
             return ProcessWorkerResult(status_code=0, identifier=result.identifier)
 
         async def _is_settled(self, flow_run: "FlowRun", started_by: str, status: int) -> bool:
-            """Settle a run whose process has ended. Return False if the server has to be asked again."""
+            """Queue a run again whose process died, or set the final state that fits. Return False if the
+            server has to be asked again."""
             try:
-                await self._settle(flow_run, started_by, status)
+                now = await self.client.read_flow_run(flow_run.id)
+                # A run's process exits with 0 once it has reported its final state to Prefect. Any other exit
+                # code means that the process died.
+                if status == 0 or now.labels.get(OWNER_LABEL) != started_by or now.state is None:
+                    return True  # ended well, or another process owns the run by now
+                state = state_after_death(now, f"its process died ({status})")
+                if state is not None and status > 0 and now.deployment_id is not None:
+                    # It ended by itself, perhaps before the flow began.
+                    deployment = await self.client.read_deployment(now.deployment_id)
+                    reason = (
+                        "" if deployment.pull_steps else await _why_not_loaded(deployment.entrypoint or "")
+                    )
+                    state = Failed(message=reason) if reason else state
+                if state is not None:
+                    await self.client.update_flow_run_labels(flow_run.id, one_death_more(now))
+                    await self.client.set_flow_run_state(flow_run.id, state, force=True)
+                    _log.warning(f"flow run {now.name}: {state.message}")
             except ObjectNotFound:
                 _log.warning(f"flow run {flow_run.name}: {DELETED}; it has ended, its run folder stays")
             except UNREACHABLE as error:
@@ -178,25 +193,6 @@ with warnings.catch_warnings():
                 # run to another one, which queues it once its heartbeats stop.
                 return status == 0 or self.draining
             return True
-
-        async def _settle(self, flow_run: "FlowRun", started_by: str, status: int) -> None:
-            """Queue a run again whose process died, or set the final state that fits. Raises ObjectNotFound
-            if the run was deleted."""
-            now = await self.client.read_flow_run(flow_run.id)
-            # A run's process exits with 0 once it has reported its final state to Prefect. Any other exit
-            # code means that the process died.
-            if status == 0 or now.labels.get(OWNER_LABEL) != started_by or now.state is None:
-                return  # ended well, or another process owns the run by now
-            state = state_after_death(now, f"its process died ({status})")
-            if state is not None and status > 0 and now.deployment_id is not None:
-                # It ended by itself, perhaps before the flow began.
-                deployment = await self.client.read_deployment(now.deployment_id)
-                reason = "" if deployment.pull_steps else await _why_not_loaded(deployment.entrypoint or "")
-                if reason:
-                    state = Failed(message=reason)
-            if state is not None:
-                await self.client.set_flow_run_state(flow_run.id, state, force=True)
-                _log.warning(f"flow run {now.name}: {state.message}")
 
         @property
         def num_running(self) -> int:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.config.settings import Settings
-from dphybrid.gpus import waiting
+from dphybrid.gpus import leases
 from dphybrid.gpus.inventory import Inventory
-from dphybrid.gpus.leases import lease_folder
+from dphybrid.gpus.leases import Holder, lease_folder
 
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(leases, "LOOK_EVERY_S", 0.01)
 
 
 @pytest.fixture
@@ -30,6 +29,6 @@ def fake(machine: Path) -> Inventory:
 def waits(folder: Path, fake: Inventory, numbers: Iterable[int], least: int, run: str = "") -> ExitStack:
     """Hold the ticket of a run that waits for `least` of these GPUs, until the end of the `with` block."""
     queued, units = ExitStack(), fake.read()
-    eligible, wanted = [units[number] for number in numbers], waiting.Wanted(count=least)
-    waiting._take_ticket(waiting._Search(wanted, eligible, fake, folder, run, Settings()), queued)
+    uuids = frozenset(units[number].uuid for number in numbers)
+    leases._take_ticket(folder, Holder.own(run, uuids, least), queued)
     return queued

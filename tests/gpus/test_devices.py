@@ -14,7 +14,7 @@ import torch
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import devices as leasing
-from dphybrid.gpus import waiting
+from dphybrid.gpus import leases
 from dphybrid.gpus.devices import expected_devices, leased_devices, reason_to_yield
 from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
@@ -27,7 +27,7 @@ from tests.waiting import patience, wait_until
 @pytest.fixture
 def machine(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three free stand-in GPUs for this process and those it starts; returns the file that describes them."""
-    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(leases, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(leasing, "LOOK_EVERY_S", 0.05)
     return stand_in(monkeypatch, tmp_path, 3, GPU_WAIT_S=60)
 
@@ -57,8 +57,11 @@ def test_device_texts_become_leases_and_what_torch_calls_them(
     with leased_devices(config("auto"), at_most_two, run="resumed", replicas=3) as devices:
         assert devices.text == expected_devices(config("auto"), at_most_two) == "cpu*2"
     assert "this run had 3 devices, and may take 2 GPUs here" in capsys.readouterr().out
-    with refused("cuda:7 does not exist"), leased_devices(config("cuda:7"), settings, run="test"):
-        pass
+    for wanted, wrong in (("cuda:7", "cuda:7 does not exist"), ("auto*5", "5 GPUs wanted, 3 visible")):
+        with refused(wrong), leased_devices(config(wanted), settings, run="test"):
+            pass
+        with refused(wrong):
+            expected_devices(config(wanted), settings)
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
     with leased_devices(config("auto"), settings, run="test") as devices:
         assert (devices.text, devices.lease) == ("cpu", None)
@@ -88,7 +91,7 @@ def test_reasons_to_give_way_follow_the_policy(
         assert reasons()[0] is None
         assert str(reasons()[1]).startswith("GPU 1: 0.5 GiB left beside 30.0 GiB taken by ")
         write_state(machine, [gpu(number) for number in range(3)])
-        ask_for(devices.lease.folder, devices.lease.gpus[1])
+        ask_for(load_settings().lease_dir, devices.lease.gpus[1])
         assert reasons()[0] is None
         assert "asked for GPU 1" in str(reasons()[1])
         hours = settings["never"].model_copy(update={"training_hours": "20:00-08:00"})

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +17,10 @@ import torch
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus import waiting
+from dphybrid.gpus import leases
 from dphybrid.gpus.devices import leased_devices
 from dphybrid.gpus.inventory import Inventory, busy_reason, visible
-from dphybrid.gpus.leases import asked_by, find_holder, try_lease
-from dphybrid.gpus.waiting import Wanted, free_now
+from dphybrid.gpus.leases import Wanted, asked_by, find_holder, free_now, try_lease
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import command
@@ -36,11 +34,12 @@ NORMAL = Settings()
 
 
 def acquire(
-    wanted: Wanted, fake: Inventory, folder: Path, run: str, on_wait: Any = print, **more: Any
+    fake: Inventory, folder: Path, least: int = 1, most: int = 4, on_wait: Any = print, **more: Any
 ) -> Any:
-    """Lease GPUs that are free now, or with more settings."""
+    """Lease some of the visible GPUs that are free now, or with more settings."""
     settings = Settings(**{"gpu_wait_s": 0, "lease_dir": folder} | more)
-    return waiting.acquire(wanted, fake, settings, run=run, on_wait=on_wait)
+    wanted = Wanted(tuple(visible(fake.read())), least, most)
+    return leases.acquire(wanted, fake, settings, run="a run", on_wait=on_wait)
 
 
 @pytest.fixture
@@ -111,10 +110,10 @@ def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name
 def test_gpus_that_mig_splits_are_not_used_and_say_why(machine: Path, fake: Inventory, folder: Path) -> None:
     write_state(machine, [gpu(0, mig=True), gpu(1)])
     assert [unit.label for unit in fake.read()] == ["GPU 0", "GPU 1"]
-    with acquire(Wanted(), fake, folder, run="a") as whole:
+    with acquire(fake, folder) as whole:
         assert [unit.uuid for unit in whole.gpus] == [gpu(1)["uuid"]]
     with refused("GPU 0: is split by MIG"):
-        acquire(Wanted(numbers=(0,)), fake, folder, run="c")
+        acquire(fake, folder, least=2)
 
 
 def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder: Path) -> None:
@@ -125,33 +124,9 @@ def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder:
         assert (holder.run, holder.pid) == ("mine", os.getpid())
         assert find_holder(folder, units[2].uuid) is None  # a refused lease leaves nothing locked
         with refused("run mine since"):
-            acquire(Wanted(numbers=(0,)), fake, folder, run="x")
+            acquire(fake, folder, least=4)
         assert len(lease.gpus) == 2
     assert find_holder(folder, units[0].uuid) is None
-
-
-def test_two_that_want_a_gpu_at_the_same_moment_never_both_get_it(fake: Inventory, folder: Path) -> None:
-    units = fake.read()
-    held: dict[str, list[int]] = {unit.uuid: [] for unit in units}
-
-    def at_once(number: int) -> int:
-        """Lease two of three GPUs, as often as they can be had; return how often that was."""
-        mine, had = [units[(number + step) % 3] for step in range(2)], 0
-        for _ in range(40):
-            if lease := try_lease(folder, mine, f"run {number}"):
-                with lease:
-                    for unit in mine:
-                        held[unit.uuid].append(number)
-                        assert held[unit.uuid] == [number]
-                    time.sleep(0.001)
-                    for unit in mine:
-                        held[unit.uuid].remove(number)
-                had += 1
-        return had
-
-    with ThreadPoolExecutor(3) as pool:
-        assert sum(pool.map(at_once, range(3))) > 0
-    assert [find_holder(folder, unit.uuid) for unit in units] == [None] * 4
 
 
 def test_a_forked_child_does_not_keep_a_gpu(fake: Inventory, folder: Path) -> None:
@@ -169,24 +144,22 @@ def test_a_forked_child_does_not_keep_a_gpu(fake: Inventory, folder: Path) -> No
         os.waitpid(child, 0)
 
 
-def test_auto_takes_all_that_are_free_and_counts_are_exact(
+def test_a_run_takes_the_free_gpus_that_it_needs(
     machine: Path, fake: Inventory, folder: Path, stranger: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
-    with acquire(Wanted(), fake, folder, run="all") as lease:
+    with acquire(fake, folder) as lease:
         assert [unit.index for unit in lease.gpus] == [0, 2, 3]
-    with acquire(Wanted(at_most=2), fake, folder, run="two") as lease:
+    with acquire(fake, folder, most=2) as lease:
         assert [unit.index for unit in lease.gpus] == [0, 2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
-    with acquire(Wanted(count=1), fake, folder, run="one") as lease:
+    with acquire(fake, folder, most=1) as lease:
         assert [unit.index for unit in lease.gpus] == [3]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     told: list[str] = []
     with refused("4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
-        acquire(Wanted(count=4), fake, folder, "four", told.append, gpu_wait_s=0.1)
+        acquire(fake, folder, 4, 4, told.append, gpu_wait_s=0.1)
     assert len(told) == 1
-    with refused("5 GPUs wanted, 4 visible"):
-        acquire(Wanted(count=5), fake, folder, run="five")
     assert not list(folder.glob("*.ticket"))
 
 
@@ -201,44 +174,31 @@ def test_a_gpu_must_be_free_at_two_looks_in_a_row(machine: Path, fake: Inventory
             write_state(machine, [gpu(0, load=90 * (looks % 2)), gpu(1)])
             return super().read()
 
-    flickering = Flickering("tests.fake_nvml")
-    with acquire(Wanted(count=1), flickering, folder, "a") as lease:
+    with acquire(Flickering("tests.fake_nvml"), folder, most=1) as lease:
         assert [unit.index for unit in lease.gpus] == [1]
 
 
-def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(
+def test_outside_the_hours_nothing_starts_no_ticket_is_held_and_no_patience_is_used_up(
     fake: Inventory, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter(["training hours begin at 20:00", "training hours begin at 20:00"])
-    seen: list[list[Path]] = []
-
-    def closed_reason(_: datetime) -> str | None:
-        seen.append(list(folder.glob("*.ticket")))
-        return next(answers, None)
-
-    hours = SimpleNamespace(closed_reason=closed_reason)
-    monkeypatch.setattr(waiting, "parse_training_hours", lambda _: hours)
-    told: list[str] = []
-    acquire(Wanted(), fake, folder, "a", told.append, gpu_wait_s=5).release()
-    assert told == ["training hours begin at 20:00"]
-    assert seen[:2] == [[], []]
-
-
-def test_closed_hours_are_no_time_in_which_gpus_could_come_free(
-    fake: Inventory, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
+    now, tickets, told = 0.0, list[int](), list[str]()
 
     def sleep(seconds: float) -> None:
         nonlocal now
         now += 600 * seconds  # a look each ten minutes
 
+    def closed_reason(_: datetime) -> str | None:
+        tickets.append(len(list(folder.glob("*.ticket"))))
+        return "closed until Monday" if 0 < now < 200_000 else None
+
     clock = SimpleNamespace(monotonic=lambda: now, monotonic_ns=time.monotonic_ns, sleep=sleep)
-    monkeypatch.setattr(waiting, "time", clock)
-    closed = SimpleNamespace(closed_reason=lambda _: "closed until Monday" if now < 200_000 else None)
-    monkeypatch.setattr(waiting, "parse_training_hours", lambda _: closed)
-    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 1.0)
-    acquire(Wanted(), fake, folder, "a", gpu_wait_s=86400).release()
+    monkeypatch.setattr(leases, "time", clock)
+    hours = SimpleNamespace(closed_reason=closed_reason)
+    monkeypatch.setattr(leases, "parse_training_hours", lambda _: hours)
+    monkeypatch.setattr(leases, "LOOK_EVERY_S", 1.0)
+    acquire(fake, folder, on_wait=told.append, gpu_wait_s=86400).release()
+    assert told == ["closed until Monday"]
+    assert tickets[:3] == [0, 1, 0]
     assert now > 200_000
 
 
@@ -307,10 +267,9 @@ RUN = """
 import json, os, sys, time
 from pathlib import Path
 from dphybrid.config.settings import Settings
-from dphybrid.gpus import waiting
+from dphybrid.gpus import leases
 from dphybrid.gpus.inventory import Inventory
-from dphybrid.gpus.waiting import Wanted, acquire
-waiting.LOOK_EVERY_S = 0.03
+leases.LOOK_EVERY_S = 0.03
 folder, count, hold_s, log = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 def note(what, lease):
     gpus = [gpu.index for gpu in lease.gpus]
@@ -320,7 +279,8 @@ def note(what, lease):
     os.close(handle)
 settings = Settings(lease_dir=folder, gpu_wait_s=90)
 fake, run = Inventory("tests.fake_nvml"), f"run{os.getpid()}"
-with acquire(Wanted(count=count), fake, settings, run=run, on_wait=print) as lease:
+wanted = leases.Wanted(fake.read(), count, count)
+with leases.acquire(wanted, fake, settings, run=run, on_wait=print) as lease:
     note("took", lease)
     time.sleep(hold_s)
     note("gave", lease)
