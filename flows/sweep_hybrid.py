@@ -3,14 +3,12 @@
 The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Prefect.
 """
 
-import os
 import sys
 from typing import Any
 
 from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
 from prefect.states import Completed, Failed
 
 from dphybrid.config.settings import load_settings
@@ -48,7 +46,7 @@ def sweep_hybrid(
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.
-        sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
+        sweep: Name of the sweep; the name of an earlier one continues it. Empty: named by the flow run.
         at_once: Trainings at the same time; 0: as many as there are free GPUs.
         trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
         prune: End a search's training after an epoch in which it does worse than the median of the others.
@@ -60,7 +58,9 @@ def sweep_hybrid(
         return late
     with supervised() as stop:
         settings = load_settings()
-        chosen = Sweep(sweep or _own_name(), experiment(given), grid, trials, prune)
+        # A flow run that was queued again continues its sweep.
+        name = sweep or f"sweep-{str(runtime.flow_run.id)[:8]}"
+        chosen = Sweep(name, experiment(given), grid, trials, prune)
         folder = chosen.folder(settings)
         show_run(str(runtime.flow_run.id), chosen.name, [chosen.config.recipe], "")
         tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
@@ -73,17 +73,6 @@ def sweep_hybrid(
             texts = "\n".join(failed.values())
             return Failed(message=f"{len(failed)} of {len(results)} runs failed: {texts}")
         return Completed(message=f"{len(results)} runs trained; dphybrid compare --sweep {chosen.name}")
-
-
-def _own_name() -> str:
-    context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    if run is None:
-        return f"sweep-{os.getpid()}"
-    # The id keeps two flow runs of one name from sharing a sweep. A flow run that was queued again has the
-    # sweep's name already, from `show_run`.
-    suffix = f"-{str(run.id)[:4]}"
-    return run.name if run.name.endswith(suffix) else run.name + suffix
 
 
 if __name__ == "__main__":

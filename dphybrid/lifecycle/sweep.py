@@ -14,9 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,51 +108,47 @@ class Sweep:
             raise UserError(
                 'grid: give at least one field with values, such as {"train.batch_size": [256, 512]}'
             )
-        # The names of the config, as of MLflow's params: a field may be given as `train.batch-size`.
-        return {name.replace("-", "_"): self._values(name, given) for name, given in self.grid.items()}
+        space = dict[str, BaseDistribution]()
+        for name, given in self.grid.items():
+            shown = f"grid: {name} = {dict(given) if isinstance(given, Mapping) else repr(given)}"
+            if isinstance(given, Mapping) and self.trials:
+                whole = isinstance(given.get("low"), int) and isinstance(given.get("high"), int)
+                values: BaseDistribution
+                try:
+                    values = IntDistribution(**given) if whole else FloatDistribution(**given)
+                except (ValueError, TypeError) as error:
+                    remedy = "give low and high, and optionally log or step"
+                    raise UserError(f"{shown}: {error}; {remedy}") from error
+            elif isinstance(given, str) or not isinstance(given, Sequence) or not given:
+                ranges = ", or low and high" if self.trials else "; a range needs --trials"
+                raise UserError(f"{shown}; give a list of values{ranges}")
+            else:
+                values = CategoricalDistribution(list(dict.fromkeys(map(flag_text, given))))
+            # The names of the config, as of MLflow's params: a field may be given as `train.batch-size`.
+            space[name.replace("-", "_")] = values
+        return space
 
-    def _values(self, name: str, given: object) -> BaseDistribution:
-        shown = f"grid: {name} = {dict(given) if isinstance(given, Mapping) else repr(given)}"
-        if isinstance(given, Mapping):
-            if not self.trials:
-                raise UserError(f"{shown}; give a list of values; a range needs --trials")
-            if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
-                raise UserError(f"{shown}; give low and high, and optionally log or step")
-            whole = isinstance(given["low"], int) and isinstance(given["high"], int)
-            try:
-                return IntDistribution(**given) if whole else FloatDistribution(**given)
-            except (ValueError, TypeError) as error:
-                raise UserError(f"{shown}: {error}") from error
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            ranges = ", or low and high" if self.trials else ""
-            raise UserError(f"{shown}; give a list of values{ranges}")
-        return CategoricalDistribution(list(dict.fromkeys(map(flag_text, given))))
-
-    def runs(self, settings: Settings) -> dict[str, dict[str, str]]:
+    def runs(self) -> dict[str, dict[str, str]]:
         """Return the values of each run of the grid by its name, the last field changing fastest; of a
-        search, one for each choice and end of a range.
-
-        Raises UserError for unknown fields, values that are not allowed, devices that do not exist, and too
-        many combinations.
-        """
+        search, one for each choice and end of a range. Raises UserError for too many combinations, and for a
+        name that is too long."""
         choices = {field: _choices(values) for field, values in self.space().items()}
-        runs = dict[str, dict[str, str]]()
         if self.trials:
-            runs |= {f"{field}={v}": {field: v} for field, texts in choices.items() for v in texts}
-        elif (count := math.prod(map(len, choices.values()))) > _MAX_RUNS:
+            return {f"{field}={v}": {field: v} for field, texts in choices.items() for v in texts}
+        if (count := math.prod(map(len, choices.values()))) > _MAX_RUNS:
             raise UserError(f"grid: {count:,} combinations, at most {_MAX_RUNS} are allowed")
-        else:
-            for number, combination in enumerate(itertools.product(*choices.values()), start=1):
-                values = dict(zip(choices, combination, strict=True))
-                # Zero-padded numbers, so that names sort in the grid's order.
-                runs[f"{self.name}-{number:0{len(str(count))}d}{_suffix(values, choices)}"] = values
-        for name, values in runs.items():
-            check_run_name(self.name if self.trials else name, "--sweep: its run")
-            self.config_of(values, settings)
+        runs = dict[str, dict[str, str]]()
+        for number, combination in enumerate(itertools.product(*choices.values()), start=1):
+            values = dict(zip(choices, combination, strict=True))
+            # Zero-padded numbers, so that names sort in the grid's order.
+            name = f"{self.name}-{number:0{len(str(count))}d}{_suffix(values, choices)}"
+            check_run_name(name, "--sweep: its run")
+            runs[name] = values
         return runs
 
     def config_of(self, values: Mapping[str, object], settings: Settings) -> ExperimentConfig:
-        """Return the config of a run with these values. Raises UserError for values that are not allowed."""
+        """Return the config of a run with these values. Raises UserError for unknown fields, values that are
+        not allowed, and devices that do not exist."""
         shown = [f"{field}={flag_text(value)}" for field, value in values.items()]
         try:
             config = apply_overrides(self.config, shown)
@@ -196,7 +192,7 @@ def run_sweep(
     check_run_name(sweep.name, "--sweep")
     if at_once < 0:
         raise UserError(f"at_once={at_once}: give the number of runs, or 0 for as many as GPUs allow")
-    runs = sweep.runs(settings)
+    runs = sweep.runs()
     configs = [sweep.config_of(values, settings) for values in runs.values()]
     count, folder = sweep.trials or len(runs), sweep.folder(settings)
     workers = at_once or min(count, num_at_once(configs, settings))
@@ -212,9 +208,13 @@ def run_sweep(
                 _train(study.ask(sweep.space()), sweep, settings, stop, task, {**tags, SWEEP_TAG: sweep.name})
 
         # In threads, while this one waits: a signal then interrupts no training.
-        with ThreadPoolExecutor(workers) as pool, _stopped_by_errors(stop):
-            for future in [pool.submit(train) for _ in range(left)]:
-                future.result()
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                for future in [pool.submit(train) for _ in range(left)]:
+                    future.result()
+            except BaseException:
+                stop.ask("the end of the sweep", signal.SIGTERM)  # the other runs end, too
+                raise
         return _results(study, folder, f"not run, {stop.reason}" if stop.pending else "not run")
 
 
@@ -240,24 +240,22 @@ def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna
     if journal.is_file() and not (content := journal.read_bytes()).endswith(b"\n"):
         # A killed process was writing the last line: the next one would be added to it.
         os.truncate(journal, content.rfind(b"\n") + 1)
-    for number, line in enumerate(journal.read_bytes().splitlines() if journal.is_file() else [], start=1):
-        try:
-            json.loads(line)
-        except ValueError:
-            raise UserError(
-                f"{journal}: line {number} is damaged, so the sweep cannot go on; give --sweep another name"
-            ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed
-    study = optuna.create_study(
-        study_name=sweep.name,
-        storage=JournalStorage(JournalFileBackend(str(journal))),
-        # A median of fewer than three runs means nothing, and a first epoch says little about a run.
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
-        if sweep.trials and sweep.prune
-        else optuna.pruners.NopPruner(),
-        direction="maximize" if task.higher_is_better else "minimize",
-        load_if_exists=True,
-    )
+    try:
+        study = optuna.create_study(
+            study_name=sweep.name,
+            storage=JournalStorage(JournalFileBackend(str(journal))),
+            # A median of fewer than three runs means nothing, and a first epoch says little about a run.
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
+            if sweep.trials and sweep.prune
+            else optuna.pruners.NopPruner(),
+            direction="maximize" if task.higher_is_better else "minimize",
+            load_if_exists=True,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{journal}: is damaged ({error}), so the sweep cannot go on; give --sweep another name"
+        ) from error
     # A new sampler starts its random numbers from the seed; with the same one, a continued search would draw
     # the values of its first trials again.
     study.sampler = optuna.samplers.TPESampler(seed=sweep.config.train.seed + len(study.trials))
@@ -288,16 +286,14 @@ def _last_trials(study: optuna.Study) -> dict[str, FrozenTrial]:
 def _queued(study: optuna.Study, runs: Mapping[str, Mapping[str, str]]) -> int:
     """Queue the runs of a grid, and again those that failed or whose process was killed; return how many runs
     have ended."""
-    known, ended = _last_trials(study), (TrialState.COMPLETE, TrialState.PRUNED)
     # Optuna never ends the trials of a killed process.
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
-    for name, trial in known.items():
-        if trial.state in (TrialState.RUNNING, TrialState.FAIL):
-            study.enqueue_trial(trial.params, {_RUN: name})
-    for name in [name for name in runs if name not in known]:
-        study.enqueue_trial(dict(runs[name]), {_RUN: name})
-    return sum(trial.state in ended for trial in known.values())
+    known = _last_trials(study)
+    for name, values in ({name: trial.params for name, trial in known.items()} | dict(runs)).items():
+        if name not in known or known[name].state == TrialState.FAIL:
+            study.enqueue_trial(dict(values), {_RUN: name})
+    return sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in known.values())
 
 
 def _train(
@@ -332,16 +328,6 @@ def _train(
         trial.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
     else:
         trial.study.tell(trial, float(report.metrics[task.metric]))
-
-
-@contextmanager
-def _stopped_by_errors(stop: StopRequest) -> Iterator[None]:
-    """After an error in the block, end the other runs."""
-    try:
-        yield
-    except BaseException:
-        stop.ask("the end of the sweep", signal.SIGTERM)
-        raise
 
 
 def train_apart(

@@ -37,7 +37,7 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
 
     def runs(name: str, **grid: list[object]) -> dict[str, ExperimentConfig]:
         sweep = Sweep(name, config, {key.replace("__", "."): v for key, v in grid.items()})
-        return {run: sweep.config_of(values, settings) for run, values in sweep.runs(settings).items()}
+        return {run: sweep.config_of(values, settings) for run, values in sweep.runs().items()}
 
     grid = runs("s", train__epochs=[1, 2], table__lr=[0.1, 0.2])
     assert [*grid][::3] == ["s-1-epochs1-lr0.1", "s-4-epochs2-lr0.2"]
