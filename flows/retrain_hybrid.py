@@ -29,7 +29,7 @@ from dphybrid.lifecycle.retrain import (
 )
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import ended, giving_back, shown_waiting, too_late
+from dphybrid.orchestration.queueing import ended, too_late, waiting
 from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import as_task, trained
 from dphybrid.orchestration.supervised import supervised
@@ -75,10 +75,7 @@ def retrain_hybrid(
         return late
     with supervised() as stop, ExitStack() as held:
         chosen, run, settings = experiment(given), runtime.flow_run, load_settings()
-        with (
-            shown_waiting(run.id, "WaitingForModel", "the model") as report,
-            giving_back(stop, "the model"),
-        ):
+        with waiting(run.id, stop, "the model", "WaitingForModel") as report:
             # From here on this is the only retraining of the model, until its decision.
             turn = retraining(retrained_model(chosen), settings, f"flow run {run.name}", stop, report)
             held.enter_context(turn)
@@ -98,7 +95,7 @@ def _retrained(
     own, prepared = find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id), None
     begun = read_run(settings.runs_dir / own, settings) if own else None
     if begun and begun.status == "finished":  # trained and reported: only the comparison was missing
-        return _compared(model, begun.folder.name, min_gain)
+        return _compared(model, begun.folder.name)
     if begun:
         planned = Plan(config=begun.config, model=model, champion=begun.page.tags.get(CHAMPION_TAG, ""))
     else:
@@ -111,17 +108,17 @@ def _retrained(
         prepared = as_task("prepare", lambda: str(prepare_data(planned.config, settings).data.path))
         if planned.champion and (wait := reason_to_wait(prepared, min_new_rows, event)):
             return decided or ended("NotEnoughNew", wait)
-    tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: f"{min_gain:g}"}
+    tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: str(min_gain)}
     resume = begun.folder.name if begun else None
     report = trained(planned.config, stop, resume=resume, tags=tags, prepared=prepared)
-    return _compared(model, report.run_name, min_gain)
+    return _compared(model, report.run_name)
 
 
-def _compared(model: str, run_name: str, min_gain: float) -> State:
+def _compared(model: str, run_name: str) -> State:
     """Compare challenger and present champion; promote the challenger or keep the champion."""
     settings = load_settings()
     folder = str(settings.runs_dir / run_name)
-    return _decided(model, as_task("compare", lambda: judge(folder, settings, min_gain)))
+    return _decided(model, as_task("compare", lambda: judge(folder, settings)))
 
 
 def _decided(model: str, decision: Decision) -> State:

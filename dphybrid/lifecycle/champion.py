@@ -74,12 +74,12 @@ def open_registry(settings: Settings) -> Registry:
     return Registry(store_to_write(settings.mlflow_uri, settings.mlflow_dir))
 
 
-def judge(run_folder: str | Path, settings: Settings, min_gain: float = 0.0) -> Decision:
+def judge(run_folder: str | Path, settings: Settings) -> Decision:
     """Compare the trained challenger of a run folder with the champion, without one with the recipe's floor;
     promote it or keep the champion; record why. The caller holds the model's retraining lock.
 
-    It is promoted if the whole 95 % interval of the gain is above `min_gain`. Raises UserError when MLflow
-    does not answer, or does not have the challenger yet.
+    It is promoted if the whole 95 % interval of the gain is above its `MIN_GAIN_TAG`. Raises UserError when
+    MLflow does not answer, or does not have the challenger yet.
     """
     run = read_run(run_folder, settings)
     registry, model = _registry_of(run), run.page.register_as
@@ -101,7 +101,7 @@ def judge(run_folder: str | Path, settings: Settings, min_gain: float = 0.0) -> 
         why = "was made the champion by hand before it was compared"
         decision = Decision(promoted=True, why=why, against=champion.number)
     else:
-        decision = against_champion(experiment, champion, registry, min_gain)
+        decision = against_champion(experiment, champion, registry)
     registry.decide(challenger, decision.text)
     return decision
 
@@ -128,7 +128,7 @@ def decide_waiting(settings: Settings, model: str) -> Iterator[tuple[Run, Decisi
             if registry.uri not in undecided:
                 undecided[registry.uri] = registry.undecided(model)
             if run.page.run_id in undecided[registry.uri]:
-                yield run, judge(run.folder, settings, float(run.page.tags.get(MIN_GAIN_TAG, 0.0)))
+                yield run, judge(run.folder, settings)
         except UserError as error:
             yield run, error
 
@@ -143,9 +143,7 @@ def against_floor(experiment: Experiment) -> Decision:
     return compared(floor, after, experiment.task, experiment.config.train.seed, "a constant prediction's")
 
 
-def against_champion(
-    experiment: Experiment, champion: Version, registry: Registry, min_gain: float
-) -> Decision:
+def against_champion(experiment: Experiment, champion: Version, registry: Registry) -> Decision:
     """Compare a run's best checkpoint with the champion, on the validation rows of the run's data."""
     data, checkpoint = experiment.data, kept_checkpoint(champion, registry, experiment.settings)
     before, base = read_state(checkpoint).data_digest, data.manifest.base or ""
@@ -159,6 +157,7 @@ def against_champion(
     champions = _outputs(experiment, checkpoint, data)
     challengers = _outputs(experiment, _best_checkpoint(experiment), data)
     name = f"champion version {champion.number}'s"
+    min_gain = float(experiment.run.page.tags.get(MIN_GAIN_TAG, 0.0))
     seed = experiment.config.train.seed
     decision = compared(champions, challengers, experiment.task, seed, name, min_gain)
     return decision.model_copy(update={"against": champion.number})

@@ -16,9 +16,9 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 
-from dphybrid.config.own_runs import check_own
+from dphybrid.config.own_runs import check_own, is_own
 from dphybrid.config.settings import Settings
-from dphybrid.run.folder import Run, all_runs, own_runs
+from dphybrid.run.folder import Run, all_runs
 from dphybrid.run.pages import Report
 from dphybrid.tracking.opening import noted_store
 from dphybrid.tracking.record import addresses, waits
@@ -102,41 +102,37 @@ def plan_removal(
     """
     if older_than_days is not None and not 0 <= older_than_days <= _MOST_DAYS:
         raise UserError(f"older than {older_than_days:g} days: give days, from 0 to {_MOST_DAYS}")
-    runs = all_runs(settings)
-    known = {run.folder.name: run for run in runs}
-    if unknown := [name for name in names if name not in known]:
-        if (folder := settings.runs_dir / unknown[0]).is_dir():
+    runs = {run.folder.name: run for run in all_runs(settings)}
+    for name in names:
+        if name in runs:
+            check_own(runs[name].folder, settings, "or remove its folder yourself")
+        elif (folder := settings.runs_dir / name).is_dir():
             raise UserError(
-                f"{unknown[0]}: its run.json cannot be read, so its data and MLflow run are unknown; delete "
+                f"{name}: its run.json cannot be read, so its data and MLflow run are unknown; delete "
                 f"{folder} yourself"
             )
-        raise UserError(
-            f"{unknown[0]}: there is no such run{suggestion(unknown[0], list(known) or ['none yet'])}"
-        )
-    for name in names:
-        check_own(known[name].folder, settings, "or remove its folder yourself")
-    chosen = [known[name] for name in names]
+        else:
+            raise UserError(f"{name}: there is no such run{suggestion(name, list(runs) or ['none yet'])}")
+    chosen = set(names)
     if older_than_days is not None:
         limit = (datetime.now(UTC) - timedelta(days=older_than_days)).isoformat()
-        chosen += [run for run in own_runs(settings) if run.page.created < limit and run not in chosen]
-    kept, removed = dict[str, str](), list[Run]()
-    in_use = cache(_runs_in_use)
-    for run in chosen:
+        old = (name for name, run in runs.items() if run.page.created < limit)
+        chosen |= {name for name in old if is_own(runs[name].folder, settings)}
+    kept, in_use = dict[str, str](), cache(_runs_in_use)
+    for name in filter(chosen.__contains__, runs):
         try:
-            why = _reason_to_keep(run, settings, in_use)
+            why = _reason_to_keep(runs[name], settings, in_use)
         except UserError as error:
             why = f"it is not known whether its model is in use: {error}"
         if why:
-            kept[run.folder.name] = why
-        else:
-            removed.append(run)
+            kept[name] = why
+    removed = chosen - kept.keys()
     needless = set[Path]()
     if older_than_days is not None:
-        staying = _used_by(run for run in runs if run not in removed)
         age_s = max(older_than_days * 86400, _FRESH_S + settings.gpu_wait_s)
-        old = {path for path in _own_paths(settings) if time.time() - path.stat().st_mtime > age_s}
-        needless = old - staying
-    return Removal(removed, sorted(needless), kept)
+        unused = {path for path in _own_paths(settings) if time.time() - path.stat().st_mtime > age_s}
+        needless = unused - _used_by(run for name, run in runs.items() if name not in removed)
+    return Removal([run for name, run in runs.items() if name in removed], sorted(needless), kept)
 
 
 def remove(removal: Removal, settings: Settings) -> Iterator[str]:

@@ -9,12 +9,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -25,7 +26,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.context import FlowRunContext, SettingsContext, get_settings_context
+from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectAlreadyExists, PrefectException
 from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
@@ -45,13 +46,13 @@ OWNER_LABEL = "dphybrid.home"
 reads a different value no longer owns the run."""
 PROCESS_LABEL = "dphybrid.process"
 """Label of a flow run: the name of the process that runs it."""
-STARTS_LABEL = "dphybrid.begun"
-"""Label of a flow run: how often it was started, without the starts that ended by an orderly return to the
-queue. Prefect's own `run_count` also grows with each `Running` state that says why the run waits."""
+DEATHS_LABEL = "dphybrid.deaths"
+"""Label of a flow run: how often its process died. Prefect's own `run_count` also grows with each orderly
+return to the queue, and with each `Running` state that says why the run waits."""
 
 NO_GPU_TAG = "without-gpu"
 """Tag of a flow run that needs no GPU and obeys no training hours."""
-MAX_RUNS = 10
+MAX_DEATHS = 10
 """A flow run that has died this often is not queued again: the run itself may be what kills machines."""
 SILENT = "no heartbeat: its machine died"
 """Message of the state that the automation of `dphybrid.orchestration.setup` gives to a run."""
@@ -110,26 +111,6 @@ def reaching_server() -> Iterator[str]:
         ) from error
 
 
-def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClient]]:
-    """Return a function that opens, in any thread, a client of the calling thread's server.
-
-    Prefect's settings are per thread: without them, a client in a new thread would not know the temporary
-    server and start another one. Each call opens a new client, because a client that was connected once
-    retries for a minute when the server is unreachable.
-    """
-    here = get_settings_context()
-
-    @contextmanager
-    def opened() -> Iterator[SyncPrefectClient]:
-        with (
-            SettingsContext(profile=here.profile, settings=here.settings),
-            get_client(sync_client=True) as client,
-        ):
-            yield client
-
-    return opened
-
-
 def ended(name: str, text: str) -> State:
     """Return the final state `name`, one of `ENDINGS`, and print it."""
     assert name in ENDINGS
@@ -138,40 +119,45 @@ def ended(name: str, text: str) -> State:
 
 
 @contextmanager
-def shown_waiting(
-    flow_run_id: str, name: str = "WaitingForGPU", what: str = "GPUs"
+def waiting(
+    flow_run_id: str,
+    stop: StopRequest,
+    what: str = "GPUs",
+    name: str = "WaitingForGPU",
+    give_back_after_s: float = 600.0,
 ) -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports why the run waits: it prints a line and sets the run's state to `name`.
-    When the block ends, the state is Running again."""
-    waiting = False
+    """Yield a function that reports why the run waits for `what`: it prints a line and sets the run's state
+    to `name`. When the block ends, the state is Running again.
+
+    If the block takes longer than `give_back_after_s`, a worker's run goes back to the queue, for
+    workstations with free GPUs. It then neither holds its worker's slot nor its deployment's.
+    """
+    reported = False
+
+    def show(state: State, *before: str) -> None:
+        """Set the state of a run whose present one has one of these names: it may have been cancelled."""
+        with suppress(*REFUSED), get_client(sync_client=True) as client:
+            now = client.read_flow_run(UUID(flow_run_id)).state
+            if now is not None and now.name in before:
+                client.set_flow_run_state(UUID(flow_run_id), state, force=True)
 
     def report(reason: str) -> None:
-        nonlocal waiting
+        nonlocal reported
         print(f"Waiting for {what}: {reason}", flush=True)
-        waiting = set_state(flow_run_id, Running(name=name, message=reason)) or waiting
+        show(Running(name=name, message=reason), "Running", name)
+        reported = True
 
+    waited = f"waiting for {what} for {give_back_after_s:g} s"
+    timer = threading.Timer(give_back_after_s, lambda: stop.ask(waited, requeue=True))
+    timer.daemon = True
+    if STARTED_BY in os.environ:  # else no worker could take it again
+        timer.start()
     try:
         yield report
     finally:
-        if waiting:
-            set_state(flow_run_id, Running(), only_if=name)
-
-
-@contextmanager
-def giving_back(stop: StopRequest, what: str = "GPUs", after_s: float = 600.0) -> Iterator[None]:
-    """If the block, which waits for `what`, takes longer than this, let the run of a worker go back to the
-    queue, for workstations with free GPUs. It neither holds its worker's slot nor its deployment's."""
-    if STARTED_BY not in os.environ:
-        yield
-        return
-    reason = f"waiting for {what} for {after_s:g} s"
-    timer = threading.Timer(after_s, lambda: stop.ask(reason, requeue=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
         timer.cancel()
+        if reported:
+            show(Running(), name)
 
 
 def wants_gpu(run: FlowRun, settings: Settings) -> bool:
@@ -193,23 +179,6 @@ def wants_gpu(run: FlowRun, settings: Settings) -> bool:
         return False
 
 
-def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> bool:
-    """Set the state of a running flow run; return whether that was done.
-
-    only_if: change it only if the current state has this name. Does nothing if the run is not running or the
-    server is unreachable.
-    """
-    try:
-        with get_client(sync_client=True) as client:
-            now = client.read_flow_run(UUID(flow_run_id)).state
-            if now is None or now.type != StateType.RUNNING or (only_if and now.name != only_if):
-                return False  # it may have been cancelled meanwhile, which must not be overwritten
-            client.set_flow_run_state(UUID(flow_run_id), state, force=True)
-    except REFUSED:
-        return False
-    return True
-
-
 def owned_elsewhere(run: FlowRun) -> bool:
     """Return whether this process no longer owns the flow run: it is queued again, or another worker has
     started it."""
@@ -218,15 +187,15 @@ def owned_elsewhere(run: FlowRun) -> bool:
     return queued or (own is not None and run.labels.get(OWNER_LABEL, own) != own)
 
 
-def num_starts(run: FlowRun) -> int:
-    """Return how often a flow run was started, as `STARTS_LABEL` counts."""
-    starts = run.labels.get(STARTS_LABEL)
-    return starts if isinstance(starts, int) else 0
+def one_death_more(run: FlowRun) -> dict[str, Any]:
+    """Return the label that counts another death of a flow run."""
+    deaths = run.labels.get(DEATHS_LABEL)
+    return {DEATHS_LABEL: (deaths if isinstance(deaths, int) else 0) + 1}
 
 
 def state_after_death(run: FlowRun, reason: str) -> State | None:
     """Return the new state of a run whose process died without setting one: queued again, or final with the
-    reason; None if its state should stay as it is."""
+    reason; None if its state should stay as it is. Who sets it also sets the label `one_death_more`."""
     assert run.state is not None  # its process has set one
     if run.state.type == StateType.CANCELLING:
         return Cancelled(message=reason)
@@ -235,8 +204,8 @@ def state_after_death(run: FlowRun, reason: str) -> State | None:
         return None
     if run.deployment_id is None:
         return Crashed(message=reason)
-    if (starts := num_starts(run)) >= MAX_RUNS:
-        return Crashed(message=f"{reason}, and it was started {starts} times; it is not queued again")
+    if (deaths := one_death_more(run)[DEATHS_LABEL]) >= MAX_DEATHS:
+        return Crashed(message=f"{reason}, and it has died {deaths} times; it is not queued again")
     # At once, by the server's clock: a run that is queued by another one may wait for hours, and a deployment
     # that is changed meanwhile loses it.
     return AwaitingRetry(scheduled_time=run.state.timestamp, message=f"{reason}; queued again")
@@ -272,33 +241,29 @@ class LostRuns:
     def queue(self) -> list[str]:
         """Queue the lost runs again; return a line for each. Does nothing while the server is unreachable."""
         kinds = [StateType.PENDING, StateType.CRASHED, StateType.RUNNING, StateType.CANCELLING]
-        lines, now, before = [], time.monotonic(), self._seen
-        try:
-            with get_client(sync_client=True) as client:
-                of_these = FlowRunFilter(
-                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)),
-                    tags=FlowRunFilterTags(all_=["dphybrid"]),
-                )
-                pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._pool]))
-                runs = list[FlowRun]()
-                while page := client.read_flow_runs(
-                    work_pool_filter=pool,
-                    flow_run_filter=of_these,
-                    sort=FlowRunSort.ID_DESC,
-                    offset=len(runs),
-                ):
-                    runs += page
-                    if len(page) < _PAGE:
-                        break
-                states = [run.state.id for run in runs if run.state is not None]
-                self._seen = {state: before.get(state, now) for state in states}
-                for run in runs:
-                    state = self._state_if_lost(run, now)
-                    if state is not None:
-                        client.set_flow_run_state(run.id, state, force=True)
-                        lines.append(f"flow run {run.name}: {state.message}")
-        except REFUSED:
-            pass
+        of_these = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)),
+            tags=FlowRunFilterTags(all_=["dphybrid"]),
+        )
+        pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._pool]))
+        lines, runs, now, before = list[str](), list[FlowRun](), time.monotonic(), self._seen
+        with suppress(*REFUSED), get_client(sync_client=True) as client:
+            while page := client.read_flow_runs(
+                work_pool_filter=pool,
+                flow_run_filter=of_these,
+                sort=FlowRunSort.ID_DESC,
+                offset=len(runs),
+            ):
+                runs += page
+                if len(page) < _PAGE:
+                    break
+            states = [run.state.id for run in runs if run.state is not None]
+            self._seen = {state: before.get(state, now) for state in states}
+            for run in runs:
+                if state := self._state_if_lost(run, now):
+                    client.update_flow_run_labels(run.id, one_death_more(run))
+                    client.set_flow_run_state(run.id, state, force=True)
+                    lines.append(f"flow run {run.name}: {state.message}")
         return lines
 
     def _state_if_lost(self, run: FlowRun, now: float) -> State | None:

@@ -13,7 +13,7 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
+from dphybrid.orchestration.queueing import REFUSED, waiting
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.run import job
 from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
@@ -66,8 +66,7 @@ class _InFlow(job.Around):
 
     @contextmanager
     def waiting(self) -> Iterator[Callable[[str], None] | None]:
-        back = giving_back(self.stop)
-        with shown_waiting(runtime.flow_run.id) as report_wait, back:
+        with waiting(runtime.flow_run.id, self.stop) as report_wait:
             yield report_wait
 
     def built(self, run: Run) -> None:

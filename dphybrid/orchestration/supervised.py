@@ -21,11 +21,8 @@ from dphybrid.orchestration.queueing import (
     DELETED,
     PROCESS_LABEL,
     STARTED_BY,
-    STARTS_LABEL,
     UNREACHABLE,
     alive_again,
-    client_for_threads,
-    num_starts,
     owned_elsewhere,
 )
 from dphybrid.util.alive import lives, process_name
@@ -79,11 +76,12 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
     Prefect's own observer ends for good after an outage of half a minute; a run cancelled later would
     continue to train.
     """
-    opened = client_for_threads()
 
     def look() -> bool:
         try:
-            with opened() as client:
+            # With settings of its own, so that Prefect makes a new client: one that was connected once
+            # retries for a minute when the server is unreachable.
+            with get_client(httpx_settings={}, sync_client=True) as client:
                 run = client.read_flow_run(UUID(flow_run_id))
                 alive = None if owned_elsewhere(run) else alive_again(run)
                 if alive is not None:
@@ -172,25 +170,16 @@ def _leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(UUID(flow_run_id))
             now = run.state.type if run.state else StateType.RUNNING
-            if owned_elsewhere(run):
-                # Prefect sets no state after a Pause, and must not: another process owns the run.
-                raise Pause(state=run.state)
-            if now == StateType.PAUSED:
-                # Its checkpoint is written and its GPUs are free; Resume queues it, and it continues.
+            if owned_elsewhere(run) or now == StateType.PAUSED:
+                # A paused run has written its checkpoint and freed its GPUs; Resume queues it.
                 state = run.state
             elif now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
             elif after_s is not None and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
                 due = datetime.now(UTC) + timedelta(seconds=after_s)
                 state = AwaitingRetry(scheduled_time=due, message=reason)
-            if state is not None and not state.is_final():
-                # This start does not count towards `MAX_RUNS`.
-                starts: Any = {STARTS_LABEL: max(0, num_starts(run) - 1)}
-                client.update_flow_run_labels(run.id, starts)
             if state is not None and state is not run.state:
                 client.set_flow_run_state(run.id, state, force=True)
-    except Pause:
-        raise
     except ObjectNotFound:
         state = Cancelled(message=reason)
     except UNREACHABLE as error:

@@ -1,6 +1,7 @@
 """Stopping with a checkpoint: after a request, the run finishes its current step, writes a checkpoint and
 raises `Interrupted`. `watching` runs a thread that looks for reasons to stop."""
 
+import contextvars
 import errno
 import os
 import signal
@@ -159,8 +160,9 @@ def watching(look: Callable[[], bool], every_s: float, name: str, end_s: float =
                     )
                 reported = True
 
-    # A daemon, because a call that hangs on a server must not keep the process from ending.
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    # In the caller's context, which holds Prefect's settings. A daemon, because a call that hangs on a server
+    # must not keep the process from ending.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=True)
     thread.start()
     try:
         yield

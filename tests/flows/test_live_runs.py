@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
@@ -19,16 +20,15 @@ from prefect.exceptions import ObjectNotFound, Pause
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
-from dphybrid.config.settings import load_settings
 from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
-    MAX_RUNS,
+    DEATHS_LABEL,
+    MAX_DEATHS,
     OWNER_LABEL,
     PROCESS_LABEL,
     SILENT,
     STARTED_BY,
-    STARTS_LABEL,
     LostRuns,
     owned_elsewhere,
     state_after_death,
@@ -39,8 +39,8 @@ from tests.fake_nvml import gpu, stand_in, write_state
 from tests.waiting import wait_until
 
 
-def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any) -> FlowRun:
-    labels: Any = {OWNER_LABEL: "77 token", STARTS_LABEL: starts}
+def dead_run(kind: StateType = StateType.RUNNING, deaths: int = 0, **facts: Any) -> FlowRun:
+    labels: Any = {OWNER_LABEL: "77 token", DEATHS_LABEL: deaths}
     state = State(type=kind)
     known = {"id": uuid4(), "flow_id": uuid4(), "name": "run", "deployment_id": uuid4()} | facts
     return FlowRun(labels=labels, state=state, run_count=20, **known)
@@ -52,7 +52,7 @@ def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any)
         (dead_run(), "AwaitingRetry"),
         (dead_run(StateType.CRASHED), "AwaitingRetry"),  # Prefect's worker has said so
         (dead_run(StateType.PENDING), "AwaitingRetry"),
-        (dead_run(starts=MAX_RUNS), "Crashed"),  # it may be what kills its machine
+        (dead_run(deaths=MAX_DEATHS - 1), "Crashed"),  # it may be what kills its machine
         (dead_run(StateType.CANCELLING), "Cancelled"),
         (dead_run(StateType.FAILED), None),
         (dead_run(StateType.SCHEDULED), None),
@@ -69,11 +69,11 @@ def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None
 
 
 @pytest.mark.parametrize(("kind", "states"), [("RUNNING", ["AwaitingRetry"]), ("PAUSED", [])])
-def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
+def test_an_orderly_return_to_the_queue_does_not_count_as_a_death(
     kind: str, states: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was paused on Prefect's pages stays so until it is resumed there."""
-    run, given = dead_run(StateType[kind], starts=MAX_RUNS, work_queue_id=uuid4()), list[State]()
+    run, given = dead_run(StateType[kind], deaths=3, work_queue_id=uuid4()), list[State]()
     client = SimpleNamespace(
         read_flow_run=lambda _: run,
         update_flow_run_labels=lambda _, labels: run.labels.update(labels),
@@ -87,7 +87,7 @@ def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
         due = state.state_details.scheduled_time
         assert due is not None
         assert 50 < (due - datetime.now(UTC)).total_seconds() <= 60
-    assert run.labels[STARTS_LABEL] == MAX_RUNS - 1
+    assert run.labels[DEATHS_LABEL] == 3
 
 
 def answer(code: int) -> httpx.HTTPStatusError:
@@ -140,7 +140,7 @@ def test_a_worker_queues_a_run_again_whose_process_died(
     done = asyncio.run(one.run(run, SimpleNamespace(env={})))
     assert done.status_code == 0  # or Prefect would call the run crashed
     assert [state.name for state in client.states] == ["AwaitingRetry"] * queued
-    assert run.labels[STARTS_LABEL] == 2
+    assert run.labels[DEATHS_LABEL] == queued
     if status and meanwhile == "deleted":
         assert "flow run run: the flow run was deleted" in caplog.text
 
@@ -184,7 +184,7 @@ def test_a_run_that_is_cancelled_or_deleted_in_prefect_is_asked_to_stop(
     answer: Callable[[object], FlowRun], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = SimpleNamespace(read_flow_run=answer)
-    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
+    monkeypatch.setattr(supervised, "get_client", lambda **_: nullcontext(client))
     stop = StopRequest()
     with supervised.watched_flow_run(str(uuid4()), stop, every_s=0.01):
         wait_until(lambda: stop.pending, "it was asked")
@@ -200,7 +200,7 @@ def test_a_run_that_lives_is_running_again_after_it_was_thought_dead(monkeypatch
         run.state = state
 
     client = SimpleNamespace(read_flow_run=lambda _: run, set_flow_run_state=set_state)
-    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
+    monkeypatch.setattr(supervised, "get_client", lambda **_: nullcontext(client))
     stop = StopRequest()
     with supervised.watched_flow_run(str(run.id), stop, every_s=0.01):
         wait_until(lambda: run.state and run.state.type == StateType.RUNNING, "it is running")
@@ -227,7 +227,11 @@ def test_only_runs_whose_processes_no_longer_exist_are_taken_back(monkeypatch: p
     ]:
         runs.append(dead_run(name=case))
         runs[-1].labels |= {OWNER_LABEL: f"{owner} token", PROCESS_LABEL: process}
-    client = SimpleNamespace(read_flow_runs=lambda **_: runs, set_flow_run_state=lambda *_, **__: None)
+    client = SimpleNamespace(
+        read_flow_runs=lambda **_: runs,
+        update_flow_run_labels=lambda *_: None,
+        set_flow_run_state=lambda *_, **__: None,
+    )
     monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
     assert LostRuns("gpu").queue() == [
         f"flow run {case}: its worker died with it; queued again"
@@ -245,6 +249,7 @@ def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.
     every = [pending, *[dead_run(StateType.RUNNING) for _ in range(250)], silent]
     client = SimpleNamespace(
         read_flow_runs=lambda offset, **_: every[offset : offset + 200],
+        update_flow_run_labels=lambda *_: None,
         set_flow_run_state=lambda *_, **__: None,
     )
     monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
@@ -324,14 +329,15 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
 
 
 def test_a_run_that_waits_too_long_goes_back_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = StopRequest()
-    with queueing.giving_back(stop, after_s=0.01):
-        assert not stop.pending, "nobody else could take a run that no worker started"
+    stop, run = StopRequest(), str(uuid4())
+    with queueing.waiting(run, stop, give_back_after_s=0.01):
+        time.sleep(0.05)
+    assert not stop.pending, "nobody else could take a run that no worker started"
     monkeypatch.setenv(STARTED_BY, "77 token")
-    with queueing.giving_back(stop):
+    with queueing.waiting(run, stop):
         pass
     assert not stop.pending
-    with queueing.giving_back(stop, after_s=0.01):
+    with queueing.waiting(run, stop, give_back_after_s=0.01):
         wait_until(lambda: stop.pending, "it was asked")
     assert stop.interruption("").requeue
 
@@ -358,13 +364,3 @@ def test_a_worker_takes_as_many_runs_as_gpus_answer_now(
         return found
 
     assert asyncio.run(limits()) == [max(1, number), 7]
-
-
-def test_a_worker_whose_driver_is_not_loaded_leaves_what_needs_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_state(stand_in(monkeypatch, tmp_path, 2), [gpu(0)], init_error="DRIVER_NOT_LOADED")
-    one = worker.DrainingWorker(work_pool_name="gpu", name="one")
-    monkeypatch.setattr(worker.DrainingWorker, "num_running", property(lambda _: 0))
-    assert one._room(load_settings()) == 0
-    assert "Driver Not Loaded; runs that need a GPU stay in the queue" in caplog.text

@@ -1,4 +1,5 @@
-"""Workstations that are shared, die and come back: real workers of a real server, on stand-in GPUs."""
+"""Workstations that are shared, die and come back: what workers take from the queue, leave there for others,
+and give back. Real workers of a real server, on stand-in GPUs."""
 
 import json
 import os
@@ -7,13 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
 
 from dphybrid.orchestration.queueing import SILENT
+from dphybrid.util.alive import LOCK
+from dphybrid.util.locks import is_held
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
@@ -26,6 +31,7 @@ LONG = [*SHORT, "train.epochs=20", "train.patience=0", "devices=auto*1"]
 
 @pytest.fixture(autouse=True)
 def no_workers_left(team: Team) -> Iterator[None]:
+    write_state(team.gpus, [gpu(number) for number in range(4)])
     yield
     team.end_workers()
 
@@ -57,7 +63,6 @@ def mlflow_run(team: Team, folder: Path) -> Any:
 @pytest.mark.slow
 def test_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> None:
     each = 4 if os.environ.get("DPHYBRID_LONG_TESTS") else 2  # runs of one GPU, of two and of three
-    write_state(team.gpus, [gpu(number) for number in range(4)])
     workers = [team.start_worker(name, "--limit", "3", SLOW="0.1") for name in ("one", "two")]
     wanted = [
         ("train-hybrid", {"overrides": [*SHORT, f"devices=auto*{1 + i % 3}", f"train.seed={i}"]})
@@ -88,7 +93,6 @@ def test_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> None:
 @pytest.mark.slow
 def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
     free = [gpu(number) for number in range(4)]
-    write_state(team.gpus, free)
     slow = {"SLOW": "0.12"}
     one, two = (
         team.start_worker(name, "--limit", "4", "--queue", name, "--queue", "any", **slow)
@@ -157,7 +161,6 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
 
 @pytest.mark.slow
 def test_training_outlives_the_server_and_its_database(team: Team) -> None:
-    write_state(team.gpus, [gpu(number) for number in range(4)])
     worker = team.start_worker("one", "--limit", "2", SLOW="0.15")
     ends_meanwhile, cancelled_after = team.run_many(
         [("train-hybrid", {"overrides": [*LONG, f"train.epochs={epochs}"]}) for epochs in (5, 600)]
@@ -219,3 +222,135 @@ def _config(folder: Path) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads((folder / "run.json").read_text())["config"]))
     return file
+
+
+@pytest.mark.slow
+def test_deleted_runs_end_as_if_cancelled_and_free_their_slots(team: Team) -> None:
+    worker = team.start_worker("one", "--limit", "2", SLOW="0.12")
+    overrides = [*LONG, "train.epochs=600", "devices=cuda:0"]
+    first, second = team.run_many([("train-hybrid", {"overrides": overrides})] * 2)
+    wait_until(
+        lambda: sorted(map(team.state, (first, second))) == ["Running", "WaitingForGPU"], "one waits", 120
+    )
+    training, waiting = sorted((first, second), key=team.state)
+    folder = team.wait_for_checkpoint(training)
+    (later,) = team.run_many([("train-hybrid", {"overrides": [*SHORT, "devices=cuda:1"]})])
+    assert team.state(later) in ("Scheduled", "Late", "Pending")  # the two others have the slots
+    for run in (training, waiting):
+        team.post(f"/flow_runs/{run}", method="DELETE")
+    team.wait_for(later, "Completed", timeout_s=60)
+    wait_until(lambda: not team.holders(), "no GPU is leased", 30)
+    assert mlflow_run(team, folder).info.status == "KILLED"
+    told = (team.folder / "one.log").read_text()
+    assert told.count("the flow run was deleted; it has ended, its run folder stays") == 2
+    assert "Traceback" not in told
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
+
+
+@pytest.mark.slow
+def test_after_a_power_cut_a_run_goes_on_when_its_machine_is_back(team: Team) -> None:
+    worker = team.start_worker("one", "--limit", "1", SLOW="0.12")
+    (run,) = team.run_many([("train-hybrid", {"overrides": LONG})])
+    team.wait_for_checkpoint(run)
+    server = next(child for child in reversed(team.started) if "server" in child.args)  # type: ignore[operator]
+    for child in (server, worker):
+        kill_tree(child)
+    team.start_server()
+    assert team.state(run) == "Running"
+    worker = team.start_worker("one", "--limit", "1")
+    team.wait_for(run, "Completed", timeout_s=120)
+    assert "its worker died with it; queued again" in (team.folder / "one.log").read_text()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(patience(30)) == 0
+
+
+SHORTLY = """
+import asyncio, sys
+from datetime import timedelta
+from dphybrid.orchestration import setup
+setup.SILENT_FOR = timedelta(seconds=float(sys.argv[1]))
+print(asyncio.run(setup._upsert_automation()))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_was_down_when_a_run_fell_silent_notices_it(team: Team) -> None:
+    assert "updated" in team.command(sys.executable, "-c", SHORTLY, "10").stdout
+    try:
+        (run,) = team.run_many([("train-hybrid", {"overrides": SHORT})])
+        state = {"type": "RUNNING", "name": "Running"}
+        team.post(f"/flow_runs/{run}/set_state", {"state": state, "force": True})
+        time.sleep(3)  # the event reaches the automation
+        kill_tree(next(child for child in reversed(team.started) if "server" in child.args))  # type: ignore[operator]
+        time.sleep(75)  # Prefect drops what ended more than a minute ago, unless it is told to keep it
+        team.start_server()
+        team.wait_for(run, "Crashed", timeout_s=60)
+        assert team.flow_run(run)["state"]["message"] == SILENT
+    finally:
+        team.command(sys.executable, "-c", SHORTLY, "200")
+
+
+def busy_machine(team: Team, name: str, gpus: list[dict[str, object]]) -> dict[str, str]:
+    """Return the variables of another workstation, with these GPUs."""
+    file = Path(team.folder / f"{name}.json")
+    write_state(file, gpus)
+    return {"FAKE_NVML": str(file), "DPHYBRID_LEASE_DIR": str(team.folder / f"leases-{name}")}
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_free_gpu_leaves_runs_for_others(team: Team) -> None:
+    full = busy_machine(team, "full", [gpu(number, load=99) for number in range(2)])
+    team.start_machine("full", 2, "any", **full)
+    on_gpu, on_cpu = team.run_many(
+        [("train-hybrid", {"overrides": [*SHORT, f"devices={devices}"]}) for devices in ("auto*1", "cpu")]
+    )
+    team.wait_for(on_cpu, "Completed")
+    log = (team.folder / "full.log").read_text()
+    assert "no GPU is free here; left in the queue, for other workers: 1 run" in log
+    assert team.state(on_gpu) in ("Scheduled", "Late")
+    team.start_machine("two", 1, "any", "night")
+    team.wait_for(on_gpu, "Completed")
+
+
+@pytest.mark.slow
+def test_a_flow_that_cannot_be_loaded_fails_once_with_the_reason(team: Team) -> None:
+    team.start_machine("one", 1, "any")
+    there = team.post("/deployments/name/train-hybrid/train-hybrid")
+    for number, (entrypoint, reason) in enumerate(
+        (
+            ("dphybrid.flows.nowhere:train_hybrid", "No module named 'dphybrid.flows.nowhere'"),
+            ("dphybrid.flows.train_hybrid:nothing", "nothing"),
+        )
+    ):
+        page = {name: there[name] for name in ("flow_id", "parameters", "pull_steps", "tags")} | {
+            "name": f"broken-{number}",
+            "entrypoint": entrypoint,
+            "work_pool_name": "gpu",
+            "work_queue_name": "any",
+        }
+        made = team.post("/deployments/", page)
+        run = UUID(team.post(f"/deployments/{made['id']}/create_flow_run", {"parameters": {}})["id"])
+        team.wait_for(run, "Failed")
+        state = team.flow_run(run)["state"]
+        assert state["message"].startswith(f"entrypoint '{entrypoint}': ")
+        assert reason in state["message"]
+        assert team.flow_run(run)["labels"]["dphybrid.deaths"] == 1
+
+
+@pytest.mark.slow
+def test_a_paused_run_frees_its_gpus_and_goes_on_where_it_stopped(team: Team) -> None:
+    team.start_machine("one", 1, "any", SLOW="0.1")
+    (run,) = team.run_many([("train-hybrid", {"overrides": LONG})])
+    folder = team.wait_for_checkpoint(run)
+    until = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
+    paused = {"type": "PAUSED", "name": "Suspended"}
+    paused |= {"state_details": {"pause_timeout": until, "pause_reschedule": True}}
+    team.post(f"/flow_runs/{run}/set_state", {"state": paused, "force": True})
+    wait_until(lambda: not is_held(folder / LOCK) and not team.holders(), "it has left", 60)
+    assert team.state(run) == "Suspended"
+    team.post(f"/flow_runs/{run}/resume", {})
+    wait_until(lambda: json.loads((folder / "run.json").read_text())["attempt"] == 2, "it goes on", 90)
+    assert is_held(folder / LOCK)
+    team.cancel(run)
+    team.wait_for(run, "Cancelled")

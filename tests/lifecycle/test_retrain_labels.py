@@ -11,7 +11,7 @@ import pytest
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import champion as deciding
 from dphybrid.lifecycle import retrain
-from dphybrid.lifecycle.champion import Decision, judge, open_registry
+from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, judge, open_registry
 from dphybrid.lifecycle.retrain import plan_retraining, stopped_retraining
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.job import run_job
@@ -54,8 +54,8 @@ def retrained(days: Path, min_gain: float = 0.0) -> Decision:
     )
     planned = plan_retraining(config, load_settings())
     assert not planned.stop
-    report = run_job(planned.config, load_settings())
-    return judge(str(load_settings().runs_dir / report.run_name), load_settings(), min_gain)
+    report = run_job(planned.config, load_settings(), tags={MIN_GAIN_TAG: str(min_gain)})
+    return judge(load_settings().runs_dir / report.run_name, load_settings())
 
 
 @pytest.mark.parametrize("place", ["none", "files"])
