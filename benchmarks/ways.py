@@ -70,7 +70,7 @@ def sparse_clicks(experiment: Experiment) -> Way:
     """Return DLRM over one sparse nn.Embedding with the rows of all columns."""
     model = _built(experiment)
     region, table = _by_torch(model.region.module), model.table
-    embedding = nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
+    embedding = nn.Embedding.from_pretrained(table.flat.weight.detach().clone(), freeze=False, sparse=True)
     starts_F = torch.tensor(list(table.starts.values()))  # each column's first row in the one embedding
 
     def losses(batch: Batch) -> Mapping[str, Tensor]:
@@ -85,7 +85,7 @@ def plain_text(experiment: Experiment) -> Way:
     o: Any = experiment.config.model
     model = _built(experiment)
     num_words = experiment.data.info["num_words"]
-    words = nn.Embedding.from_pretrained(model.words.settled().clone(), freeze=False, sparse=True)
+    words = nn.Embedding.from_pretrained(model.words.weight.detach().clone(), freeze=False, sparse=True)
     between = o.dropout if o.layers > 1 else 0.0  # torch warns of one where there is nothing between
     network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True, dropout=between)
     blocks = nn.ModuleDict({"network": network, "output": nn.Linear(o.hidden, num_words)})

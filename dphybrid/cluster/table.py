@@ -35,7 +35,8 @@ class _SpreadTable(HostEmbedding):
     """A host table whose rows are spread over all ranks. Every rank must look up at the same time.
 
     table: the one that it replaces, which has no rows of its own. spread: rows and states, for checkpoints.
-    `settled()` works only on rank 0, while the others serve; `weight` is empty. lr: set it before a lookup.
+    `weight` is empty; `all_rows(weight)` is a stand-in for the rows of all ranks, to be read and written in
+    slices by rank 0 while the others serve. lr: set it before a lookup.
     """
 
     def __init__(self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int) -> None:
@@ -55,10 +56,9 @@ class _SpreadTable(HostEmbedding):
         bounds = ranks.all_gather((shards.first, shards.first + len(shards.rows_VD)))
         self.spread = Spread(ranks, pieces, bounds)
         whole = self.spread.tensors()
-        self._rows: object = whole[0]
         self.weight = nn.Parameter(torch.empty(0, table.dim))  # row optimizers make states of what is trained
-        self.info.make_states, self.info.synchronized = self._fbgemm_states, True
-        self.info.padding, self.info.frozen = table.info.padding, table.info.frozen
+        self._info.make_states, self._info.stored = self._fbgemm_states, whole[0]
+        self._info.padding, self._info.frozen = table._info.padding, table._info.frozen
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
@@ -66,10 +66,6 @@ class _SpreadTable(HostEmbedding):
     def num_rows(self) -> int:
         """Number of rows of all ranks."""
         return self._num_rows
-
-    def settled(self) -> Any:
-        """Return a stand-in for the rows of all ranks, to be read and written in slices."""
-        return self._rows
 
     def fill(self) -> None:
         """Give this rank's rows the initial values that they would have in one process."""
@@ -149,8 +145,8 @@ class _SpreadTable(HostEmbedding):
         # Zeros instead of skipping: the backward is a joint operation, for which the other ranks wait.
         if grads_UD is None:
             grads_UD = torch.zeros_like(lookup.leaf_UD)
-        if self.info.frozen.rows:
-            frozen_U = self.info.frozen.has(lookup.where.unique_U)
+        if self._info.frozen.rows:
+            frozen_U = self._info.frozen.has(lookup.where.unique_U)
             grads_UD = grads_UD.masked_fill(frozen_U.to(grads_UD.device)[:, None], 0.0)
         self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
 

@@ -26,7 +26,7 @@ from dphybrid.embedding.lookup import Counters, row_numbers, sort_ids
 from dphybrid.embedding.native import StoredRows
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
-from dphybrid.embedding.weights import info_of, rows_of
+from dphybrid.embedding.weights import all_rows, info_of
 from dphybrid.util.errors import UserError
 
 
@@ -54,7 +54,7 @@ class Lookup:
             return False
         prepared = self.ids if replica is None else self.ids_of_shares[replica]
         # Ids by value, not by identity: a batch may have been copied or moved on its way to `forward`.
-        now = rows_of(weight)
+        now = all_rows(weight)
         return (
             self.weight is weight
             and self.memory.data_ptr() == now.data_ptr()
@@ -114,7 +114,7 @@ class LookupsAhead:
             raise UserError(f"table {self._name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
         ids_of_shares = ids.split(list(self._sizes_of(len(ids))))
         # Read before any row is: a later update must look later, and all rows must be of one memory.
-        version, memory = weight._version, rows_of(weight)
+        version, memory = weight._version, all_rows(weight)
         shares = [
             _sent(memory, ids_BX, channel, threads)
             # a short batch has fewer shares than there are replicas
@@ -152,7 +152,7 @@ class LookupsAhead:
                     self._counters.prepared += len(share.where.unique_U)
                     return share
         ids = row_numbers(ids, len(weight), self._name)
-        return _sent(rows_of(weight), ids, self._channels[replica], None)
+        return _sent(all_rows(weight), ids, self._channels[replica], None)
 
     def channel_to(self, device: torch.device) -> int:
         """Return the number of the channel to a device, which is made if there is none."""
@@ -200,7 +200,7 @@ class LookupsAhead:
             if len(positions_C):
                 ids_C = share.where.unique_U.index_select(0, positions_C)
                 share.channel.replace_rows(
-                    share, positions_C, partial(native.gather, rows_of(weight), None, ids_C)
+                    share, positions_C, partial(native.gather, all_rows(weight), None, ids_C)
                 )
         lookup.version = now
         self._counters.repaired += sum(len(positions_C) for positions_C in positions)

@@ -7,7 +7,7 @@ Letters: B samples, F columns (one id column a table here), D width of a row.
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from dphybrid.embedding import native
 from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.embedding.weights import info_of
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_exporting
 from dphybrid.util.errors import UserError, suggestion
@@ -71,13 +70,13 @@ class HostEmbeddingCollection(nn.Module):
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0
         self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
-        self.flat.mark_padding(padding_rows)
+        self.flat._set_padding(padding_rows)
 
     def weight_of(self, table: str) -> Tensor:
         """Return the rows of one table as a view (num_rows, dim). Raises UserError for an unknown table."""
         if table not in self.starts:
             raise UserError(f"there is no table {table!r}{suggestion(table, list(self.starts))}")
-        return self.flat.settled()[self.starts[table] : self.starts[table] + self.num_rows[table]]
+        return self.flat.weight.detach()[self.starts[table] : self.starts[table] + self.num_rows[table]]
 
     def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:
         """Convert each table's own ids to ids of `flat`. The columns of ids_BF (its last dimension) are the
@@ -138,17 +137,14 @@ class HostEmbeddingCollection(nn.Module):
 def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:
     """Return the host tables of a model by dotted name, each once. The flat table of a collection has the
     collection's name."""
-    return dict(_tables(model))
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
-    collections: dict[int, str] = {}
+    tables: dict[str, HostEmbedding] = {}
+    names: dict[int, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, HostEmbeddingCollection):
-            # named_modules() yields a module before its children, so the collection comes before `flat`.
-            collections[id(module.flat)] = name
+        if isinstance(module, HostEmbeddingCollection):  # comes before its `flat`
+            names[id(module.flat)] = name
         elif isinstance(module, HostEmbedding):
-            yield collections.get(id(module)) or name, module
+            tables[names.get(id(module)) or name] = module
+    return tables
 
 
 def is_dense(model: nn.Module) -> Callable[[Tensor], bool]:
@@ -161,34 +157,3 @@ def is_dense(model: nn.Module) -> Callable[[Tensor], bool]:
 def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a model, except its tables' weights."""
     return filter(is_dense(model), model.parameters())
-
-
-def as_list(params: Any) -> list[object]:
-    """Return an optimizer's `params` as a list of weights, tables, (name, weight or table) pairs, or
-    groups."""
-    if isinstance(params, Mapping):
-        return list(params.items())
-    return [params] if isinstance(params, HostEmbedding | Tensor) else list(params)
-
-
-def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
-    """Return (name, weight) pairs, each weight once. Raises UserError for anything that is not a table's
-    weight."""
-    by_id: dict[int, tuple[str, Tensor]] = {}  # by identity: a weight of two tables is updated once
-    for entry in params:
-        name, weight = entry if isinstance(entry, tuple) else (None, entry)
-        if isinstance(weight, HostEmbedding):
-            weight = weight.weight
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
-            what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-            raise UserError(
-                f"row optimizer: {what} is not a table; give it only the tables' weights, and other "
-                "parameters to a torch.optim optimizer"
-            )
-        info = info_of(weight)
-        by_id.setdefault(id(weight), (name or (info.name if info else f"weight {len(by_id)}"), weight))
-    names = [name for name, _ in by_id.values()]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
-    return list(by_id.values())

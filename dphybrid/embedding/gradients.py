@@ -20,7 +20,7 @@ from torch import Tensor
 from dphybrid.embedding import native
 from dphybrid.embedding.lookup import not_differentiable
 from dphybrid.embedding.replicas import Channel
-from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of, rows_of
+from dphybrid.embedding.weights import FrozenRows, RowsInfo, all_rows, info_of
 from dphybrid.kernels import is_batched
 from dphybrid.util.errors import UserError
 
@@ -211,17 +211,11 @@ def segment_of(weight: Tensor, first_key: int = 0) -> native.Segment:
     return native.Segment(ids_N, grads_ND, num_rows, first_key)
 
 
-def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (ids_U sorted and unique, grads_UD, squared norms squares_U) of a weight's gradient, or None if
-    it has no gradient."""
-    return None if weight.grad is None else native.sum_rows([segment_of(weight)], squares=True)
-
-
 @torch.library.custom_op("dphybrid::rows", mutates_args=())
 def rows_op(weight: Tensor, ids: Tensor, frozen: Tensor | None = None) -> Tensor:  # noqa: ARG001
     """Return the rows of `ids`, as an operator. Graphs that torch captures cannot hold a Python function such
     as `_Rows`. frozen: which of the ids, in the same shape, give their rows no gradient."""
-    return native.look_up(rows_of(weight), ids.to("cpu", torch.int64))[0]
+    return native.look_up(all_rows(weight), ids.to("cpu", torch.int64))[0]
 
 
 @rows_op.register_fake
@@ -257,36 +251,33 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
     if not max_norm >= 0:
         raise UserError(f"clip_grad_norm_: max_norm={max_norm}; give a number of at least 0")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    weights = [parameter for parameter in parameters if parameter.grad is not None]
-    sparse_ones = [weight for weight in weights if weight.grad is not None and weight.grad.is_sparse]
-    dense = [p.grad for p in weights if p.grad is not None and not p.grad.is_sparse]
-    for weight in weights:
-        info = info_of(weight)
-        if info is not None and weight.grad is not None and not weight.grad.is_sparse:
-            weight.grad[info.frozen.rows] = 0.0
+    tables, gradients = list[Tensor](), list[Tensor]()
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None and grad.is_sparse:
+            tables.append(parameter)
+        elif grad is not None:
+            gradients.append(grad)
+            if (info := info_of(parameter)) is not None:
+                grad[info.frozen.rows] = 0.0
     # Started before the rows are summed, so that a GPU computes meanwhile; read below, with one wait for all.
-    norms = [norm.to(dense[0].device) for norm in torch._foreach_norm(dense)] if dense else []
+    norms = [norm.to(gradients[0].device) for norm in torch._foreach_norm(gradients)] if gradients else []
     squares = []
-    for weight in sparse_ones:
-        rows = merged(weight)
-        assert rows is not None
+    for weight in tables:
+        ids_U, grads_UD, squares_U = native.sum_rows([segment_of(weight)], squares=True)
         # In new memory, as the values are scaled in place below. The old ones may be the incoming gradient
         # itself, which a hook or a later backward still holds.
-        weight.grad = sparse(rows[0], rows[1], weight.shape)
-        info = info_of(weight)
-        if info is not None and info.numbers_of is not None:  # the sum's order is that of the numbers
-            squares.append(rows[2][info.numbers_of(rows[0]).argsort()].sum())
-        else:
-            squares.append(rows[2].sum())
+        weight.grad = sparse(ids_U, grads_UD, weight.shape)
+        gradients.append(weight.grad._values())
+        if (info := info_of(weight)) is not None and info.numbers_of is not None:
+            squares_U = squares_U[info.numbers_of(ids_U).argsort()]  # summed in the order of the numbers
+        squares.append(squares_U.sum())
     if norms:
         squares = [*torch.stack(norms).double().cpu().square(), *squares]
     # Not torch.sqrt, which is not always correctly rounded and differs between processors.
     total = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
     factor = max_norm / (total + 1e-6)
-    if not factor >= 1:  # NaN, too, goes to all gradients, as in torch
-        values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
-        if values:
-            torch._foreach_mul_(values, factor)
+    if not factor >= 1 and gradients:  # NaN, too, goes to all gradients, as in torch
+        torch._foreach_mul_(gradients, factor)
     return torch.tensor(total, dtype=torch.float64, device=native.CPU)
 
 

@@ -6,44 +6,45 @@ Letters: N ids of a lookup, U unique ids, K trained rows, D width of a row.
 
 import inspect
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.lookup import row_numbers
-from dphybrid.embedding.published import Checkpoint, PublishedRows, key_in, read_rows
-from dphybrid.embedding.storage import StartValues, open_rows, unfilled_rows
+from dphybrid.embedding.published import Checkpoint, PublishedRows, TrainedRows, key_in, read_rows
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.weights import RowsInfo
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
 
 
 class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc] # typed as HostEmbedding
-    """An nn.Embedding whose weight stays in host memory; `host_tables` makes it of an existing one.
+    """An nn.Embedding whose weight is in host memory.
 
     A subclass of nn.Embedding keeps its own forward: its `super().forward(ids)` looks up here.
     """
 
     _made_of: tuple[Any, Any]
 
-    def _host(self, name: str, dtype: torch.dtype) -> None:
-        """Become a host table with the present weight. dtype: of looked-up rows, as the model expects."""
-        self.name, self._path, self.out_dtype = name, None, dtype
-        # As nn.Embedding draws them; `reset_parameters` uses them.
-        self.start = StartValues(1.0, int(torch.randint(2**63 - 1, (), device="cpu")))
-        self._start_alone(None if self.padding_idx is None else self._row_of(self.padding_idx))
-        self._own(self.weight)
+    @classmethod
+    def made_of(cls, embedding: nn.Embedding, name: str, weight: nn.Parameter, **attributes: Any) -> None:
+        """Make an embedding a table of this class, in place. attributes: those of the class."""
+        dtype, embedding.weight = embedding.weight.dtype, weight
+        vars(embedding).update(attributes)
+        cast(Any, embedding).__class__ = _hosted(*cast(Any, (type(embedding), cls)))
+        table = cast(HostedEmbedding, embedding)
+        table._set_up(name, dtype)
+        if table.padding_idx is not None:
+            table._padding = [table._row_of(table.padding_idx)]
+        table._own(weight)
 
     def _row_of(self, number: int) -> int:
         """Return the row of the weight that has this number in the table."""
@@ -63,19 +64,18 @@ class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc] # type
     def num_embeddings(self, value: int) -> None:
         assert value == self.num_rows, (value, self.num_rows)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # What a subclass has beside the weight, such as a scale, goes where the model goes.
-        with self._without_weight():
-            nn.Module._apply(self, fn, recurse)
-        return super()._apply(fn, recurse)
 
-    @contextmanager
-    def _without_weight(self) -> Iterator[None]:
-        weight = self._parameters.pop("weight")
-        try:
-            yield
-        finally:
-            self._parameters["weight"] = weight
+@cache
+def _hosted(kind: Any, base: type[HostedEmbedding]) -> type[HostedEmbedding]:
+    """Return the class of a hosted table that was of class `kind`."""
+    # Below `kind` and above nn.Embedding in the method resolution order.
+    bases = (base,) if kind is nn.Embedding else (kind, base)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "_made_of": (kind, base)})
+
+
+def _empty(kind: Any, base: Any) -> HostedEmbedding:
+    hosted = _hosted(kind, base)
+    return hosted.__new__(hosted)
 
 
 class MappedEmbedding(HostedEmbedding):
@@ -84,21 +84,10 @@ class MappedEmbedding(HostedEmbedding):
 
     stored: PublishedRows
 
-    def _own(self, weight: nn.Parameter, *others: Any, **options: Any) -> None:
-        super()._own(weight, *others, **options)
-        self.info.stored = self.stored
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with self._without_weight():
-            nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        if f"{prefix}weight" in state_dict:
-            others[-1].append(
-                f"the rows of {self.name} are those of {self.stored.checkpoint}; leave them out"
-            )
-        with self._without_weight():
-            nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
+    def _own(self, weight: Tensor, frozen: Sequence[int] = ()) -> RowsInfo:
+        info = super()._own(weight, frozen)
+        info.stored = self.stored
+        return info
 
     def __getstate__(self) -> dict[str, object]:
         others = {key: value for key, value in self._parameters.items() if key != "weight"}
@@ -112,94 +101,23 @@ class MappedEmbedding(HostedEmbedding):
         """Number of rows in the checkpoint."""
         return len(self.stored)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._without_weight():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            others[-1].append(
+                f"the rows of {self.name} are those of {self.stored.checkpoint}; leave them out"
+            )
+        with self._without_weight():
+            super()._load_from_state_dict(state_dict, prefix, *others)
+
 
 def _no_values(stored: PublishedRows, dtype: torch.dtype) -> nn.Parameter:
     """Return a weight of the rows' shape that takes no memory. NaN: whoever reads it sees that."""
     nothing = torch.full((), float("nan"), dtype=dtype, device="cpu")
     return nn.Parameter(nothing.expand(stored.shape), requires_grad=False)
-
-
-class TrainedRows:
-    """Rows of a published table that are trained: each has a slot in `weight`, filled from the file when
-    training first looks it up. `weight` has room for `most_rows`; a page takes memory once it is used."""
-
-    def __init__(self, stored: PublishedRows, most_rows: int, name: str) -> None:
-        self.stored, self.name = stored, name
-        shape = min(most_rows, len(stored)), stored.shape[1]
-        with unfilled_rows():
-            rows_VD = open_rows(shape, torch.float32, "memory", None, f"{name}, most_rows", StartValues(0, 0))
-        self.weight = nn.Parameter(rows_VD)
-        nothing = np.empty(0, np.int64)
-        self._index = nothing, nothing  # ids, ascending, and their slots; replaced as one
-        self._lock = threading.Lock()  # a worker and replicas look up in threads
-
-    def __reduce__(self) -> Any:
-        return _filled, (self.stored, len(self.weight), self.name, self.ids_K, self.rows_KD.clone())
-
-    @property
-    def ids_K(self) -> Tensor:
-        """The trained rows' numbers, in the order of their slots."""
-        ids_K, slots_K = self._index
-        return torch.from_numpy(ids_K[np.argsort(slots_K)])
-
-    @property
-    def rows_KD(self) -> Tensor:
-        """The trained rows, in the order of their slots, not copied."""
-        return self.weight.detach()[: len(self._index[0])]
-
-    def find(self, ids_N: Tensor) -> Tensor:
-        """Return each id's slot, -1 if it has none."""
-        (ids_K, slots_K), ids = self._index, ids_N.numpy()
-        if not len(ids_K):
-            return torch.full_like(ids_N, -1)
-        position = np.searchsorted(ids_K, ids)
-        position[position == len(ids_K)] = 0
-        return torch.from_numpy(np.where(ids_K[position] == ids, slots_K[position], -1))
-
-    def slots(self, ids: Tensor) -> Tensor:
-        """Return each id's slot, which new ids get here. Raises UserError past `most_rows`."""
-        unique_U, inverse_N, *_ = native.occurrences(ids.reshape(-1), len(self.stored))
-        with self._lock:
-            slots_U = self.find(unique_U)
-            is_new = slots_U < 0
-            new_U, first = unique_U[is_new], len(self._index[0])
-            self._check_room(last := first + len(new_U))
-            if len(new_U):
-                # By the kernel, which does not raise the weight's version: nobody has read these slots yet.
-                native.look_up(self.stored, new_U, self.weight.detach()[first:last])
-                slots_U[is_new] = torch.arange(first, last)
-                ids_K, slots_K = self._index
-                at = np.searchsorted(ids_K, new_U.numpy())
-                self._index = np.insert(ids_K, at, new_U), np.insert(slots_K, at, slots_U[is_new])
-        return slots_U[inverse_N.long()].view(ids.shape)
-
-    def _check_room(self, count: int) -> None:
-        if count > len(self.weight):
-            raise UserError(
-                f"table {self.name!r}: {count:,} rows would be trained, but most_rows is "
-                f"{len(self.weight):,}; give host_tables a larger one"
-            )
-
-    @torch.no_grad()
-    def fill(self, ids_K: Tensor, rows_KD: Tensor) -> None:
-        """Replace the trained rows by these, in their order. Raises UserError for ids and rows of another
-        table, and past `most_rows`."""
-        ids_K, wanted = row_numbers(ids_K, len(self.stored), self.name), (len(ids_K), self.stored.shape[1])
-        if rows_KD.shape != wanted or len(ids_K.unique()) < len(ids_K):
-            raise UserError(
-                f"table {self.name!r}: rows of shape {tuple(rows_KD.shape)} with {len(ids_K.unique()):,} "
-                f"numbers of rows; give as many different ones, of {wanted[1]} values"
-            )
-        self._check_room(len(ids_K))
-        self.weight[: len(ids_K)] = rows_KD.to(self.weight)
-        order_K = np.argsort(ids_K.numpy())
-        self._index = ids_K.numpy()[order_K], order_K
-
-
-def _filled(stored: PublishedRows, most_rows: int, name: str, ids_K: Tensor, rows_KD: Tensor) -> TrainedRows:
-    trained = TrainedRows(stored, most_rows, name)
-    trained.fill(ids_K, rows_KD)
-    return trained
 
 
 class AdaptedEmbedding(MappedEmbedding):
@@ -208,27 +126,24 @@ class AdaptedEmbedding(MappedEmbedding):
 
     trained: TrainedRows
 
-    def _own(self, weight: nn.Parameter, *others: Any, **options: Any) -> None:
-        HostedEmbedding._own(self, weight, *others, **options)
-        self.info.numbers_of = lambda slots_U: self.trained.ids_K[slots_U]
+    def _own(self, weight: Tensor, frozen: Sequence[int] = ()) -> RowsInfo:
+        info = HostedEmbedding._own(self, weight, frozen)
+        info.numbers_of = lambda slots_U: self.trained.ids_K[slots_U]
+        return info
 
     def _restored_weight(self) -> nn.Parameter:
         return self.trained.weight
 
-    def _row_of(self, number: int) -> int:
-        return int(self.trained.slots(torch.tensor([number])))
-
-    def prepared(self, ids: Tensor) -> Lookup | None:
-        """Prepare a lookup of these ids; see `HostEmbedding.prepared`."""
-        if not self.ahead.is_placed or not self._trains():
-            return None
-        return self.ahead.prepare(self.weight, self._slots(ids))
-
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and self.weight.requires_grad
-
     def _slots(self, ids: Tensor) -> Tensor:
         return self.trained.slots(row_numbers(ids, self.num_rows, self.name))
+
+    def _row_of(self, number: int) -> int:
+        return int(self._slots(torch.tensor([number])))
+
+    def _prepared(self, ids: Tensor) -> Lookup | None:
+        # A lookup that does not train reads the checkpoint, too: in the step.
+        trains = self.ahead.is_placed and self._trains(self.weight)
+        return super()._prepared(self._slots(ids)) if trains else None
 
     @outside_of_graphs
     def forward(  # type: ignore[override]
@@ -237,15 +152,15 @@ class AdaptedEmbedding(MappedEmbedding):
         """Return the rows of `ids`; see `HostEmbedding.forward`. A lookup that records a gradient makes their
         rows trained ones; raises UserError past `most_rows`, before anything is changed."""
         to = ids.device if to is None else to
-        if self._trains():
+        if self._trains(self.weight):
             return super().forward(self._slots(ids), by_replica=by_replica, to=to)
         numbers = row_numbers(ids, self.num_rows, self.name)
         rows = native.look_up(self.stored, numbers)[0]
         slots_N = self.trained.find(numbers.reshape(-1))
         is_trained = slots_N >= 0
         rows.view(-1, self.dim)[is_trained] = self.trained.weight.detach()[slots_N[is_trained]]
-        rows = self.as_model(rows)
-        return tuple(self.in_shares(rows)) if by_replica and self.is_placed else rows.to(to)
+        rows = self._as_model(rows)
+        return tuple(self._in_shares(rows)) if by_replica and self.is_placed else rows.to(to)
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
         """Give these rows no gradient; see `HostEmbedding.freeze_rows`."""
@@ -261,7 +176,7 @@ class AdaptedEmbedding(MappedEmbedding):
         frozen = self.frozen_rows
         self.trained.fill(ids_K, rows_KD)
         if self.padding_idx is not None:
-            self._padding = self.info.padding = [self._row_of(self.padding_idx)]
+            self._set_padding([self._row_of(self.padding_idx)])
         self.freeze_rows(frozen)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -272,10 +187,9 @@ class AdaptedEmbedding(MappedEmbedding):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         missing, unexpected, _ = others[-3:]
         keys = f"{prefix}trained_ids", f"{prefix}trained_rows"
-        if all(key in state_dict for key in keys):
+        missing += (lacking := [key for key in keys if key not in state_dict])
+        if not lacking:
             self.fill(*(state_dict[key] for key in keys))
-        else:
-            missing += [key for key in keys if key not in state_dict]
         super()._load_from_state_dict(state_dict, prefix, *others)
         unexpected[:] = [key for key in unexpected if key not in keys]
 
@@ -319,49 +233,58 @@ def host_tables(
             f"host_tables: mapped={mapped!r}, train={train!r}, most_rows={most_rows!r}; train is None, or "
             '"rows" with a checkpoint to map, and most_rows at least 1'
         )
-    large = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        and not isinstance(module, HostEmbedding)
-        and module.weight.nbytes > limit
-    }
-    tables = {name: module for name, module in large.items() if not _reads_its_weight(type(module))}
-    owners: dict[int, dict[str, nn.Module]] = {}
-    for path, owner in model.named_modules():
-        for key, parameter in owner.named_parameters(path, recurse=False):
-            owners.setdefault(_identity(parameter), {})[key] = owner
     checkpoint = None if mapped is None else Checkpoint(mapped)
-    stored: dict[int, PublishedRows] = {}
+    owners: dict[int, dict[str, nn.Module]] = {}
+    tables: dict[str, nn.Embedding] = {}
+    staying: list[str] = []
+    for name, module in model.named_modules():
+        for key, weight in module.named_parameters(name, recurse=False):
+            owners.setdefault(_identity(weight), {})[key] = module
+            if weight.nbytes <= limit or isinstance(module, HostEmbedding):
+                continue
+            if isinstance(module, nn.Embedding) and not _reads_its_weight(type(module)):
+                if weight is module.weight:
+                    tables[name] = module
+            elif mapped is not None and isinstance(module, nn.Embedding):
+                raise UserError(
+                    f"host_tables: the forward of {name} reads its weight itself; a mapped table is looked "
+                    "up by super().forward(ids)"
+                )
+            # A table, or a matrix that may be one: a parameter of a module of another package.
+            elif isinstance(module, nn.Embedding | nn.EmbeddingBag) or (
+                weight.dim() == 2 and not type(module).__module__.startswith("torch.")
+            ):
+                staying.append(key)
+    kinds: dict[int, tuple[type[HostedEmbedding], nn.Parameter, dict[str, object]]] = {}
     for name, module in tables.items():
         weight = module.weight
         sharers = {key: owner for key, owner in owners[_identity(weight)].items() if owner is not module}
         _check(name, module, [key for key, owner in sharers.items() if owner not in tables.values()], mapped)
-        if checkpoint is not None and id(weight) not in stored:
+        if checkpoint is not None and id(weight) not in kinds:
             names = [name, *(key.removesuffix("weight").removesuffix(".") for key in sharers)]
             shape = cast(tuple[int, int], tuple(weight.shape))
             buffers = [key for key, _ in module.named_buffers(recurse=False)]
-            rows = checkpoint.table(next(filter(checkpoint.has, names), name), shape, buffers)
-            stored[id(weight)] = rows
-    _say_what_stays(model, [name for name in large if name not in tables], limit, mapped)
-    dtypes = {id(module.weight): module.weight.dtype for module in tables.values()}
-    trained = {key: TrainedRows(rows, most_rows, rows.name) for key, rows in stored.items() if train}
-    frozen = {key: _no_values(rows, dtypes[key]) for key, rows in stored.items() if not train}
+            stored = checkpoint.table(next(filter(checkpoint.has, names), name), shape, buffers)
+            if train:
+                trained = TrainedRows(stored, most_rows)
+                kinds[id(weight)] = AdaptedEmbedding, trained.weight, {"stored": stored, "trained": trained}
+            else:
+                kinds[id(weight)] = MappedEmbedding, _no_values(stored, weight.dtype), {"stored": stored}
+    if staying:
+        warnings.warn(
+            f"host_tables: stays where it is: {', '.join(sorted(staying))}. Only tables that "
+            "nn.Embedding.forward looks up are moved",
+            stacklevel=2,
+        )
     for name, module in tables.items():
-        base, weight, key = HostedEmbedding, module.weight, id(module.weight)
-        if key in trained:
-            base, module.weight = AdaptedEmbedding, trained[key].weight
-            vars(module).update(stored=stored[key], trained=trained[key])
-        elif key in stored:
-            base, module.weight = MappedEmbedding, frozen[key]
-            vars(module).update(stored=stored[key])
-        else:
+        weight = cast(nn.Parameter, module.weight)
+        kind, held, attributes = kinds.get(id(weight), (HostedEmbedding, weight, {}))
+        if held is weight:
             if not weight.is_cpu or not weight.is_contiguous():
                 weight.data = weight.detach().cpu().contiguous()
             if weight.requires_grad:
                 _warn_if_dense(name, weight)
-        cast(Any, module).__class__ = _hosted(*cast(Any, (type(module), base)))
-        cast(HostedEmbedding, module)._host(name, weight.dtype)
+        kind.made_of(module, name, held, **attributes)
     return list(tables)
 
 
@@ -378,31 +301,6 @@ def _reads_its_weight(kind: type[nn.Embedding]) -> bool:
             if "super" not in names and "forward" not in names:
                 return True
     return False
-
-
-def _say_what_stays(model: nn.Module, own: list[str], limit: int, mapped: Path | str | None) -> None:
-    """Warn of large tables that are not moved. own: embeddings whose forward reads the weight itself. Raises
-    UserError for one that should be mapped."""
-    if own and mapped is not None:
-        raise UserError(
-            f"host_tables: the forward of {own[0]} reads its weight itself; a mapped table is looked up by "
-            "super().forward(ids)"
-        )
-    # And matrices that may be tables: of nn.EmbeddingBag, and parameters of modules of other packages.
-    staying = own + [
-        name
-        for path, module in model.named_modules()
-        if not isinstance(module, nn.Embedding | HostEmbedding)
-        and (isinstance(module, nn.EmbeddingBag) or not type(module).__module__.startswith("torch."))
-        for name, weight in module.named_parameters(path, recurse=False)
-        if weight.dim() == 2 and weight.nbytes > limit
-    ]
-    if staying:
-        warnings.warn(
-            f"host_tables: stays where it is: {', '.join(staying)}. Only tables that nn.Embedding.forward "
-            "looks up are moved",
-            stacklevel=3,
-        )
 
 
 def _warn_if_dense(name: str, weight: Tensor) -> None:
@@ -463,19 +361,6 @@ def _trained_tables(model: nn.Module) -> dict[str, AdaptedEmbedding]:
             "before"
         )
     return tables
-
-
-@cache
-def _hosted(kind: Any, base: type[HostedEmbedding]) -> type[HostedEmbedding]:
-    """Return the class of a hosted table that was of class `kind`."""
-    # Below `kind` and above nn.Embedding in the method resolution order.
-    bases = (base,) if kind is nn.Embedding else (kind, base)
-    return type(kind.__name__, bases, {"__module__": kind.__module__, "_made_of": (kind, base)})
-
-
-def _empty(kind: Any, base: Any) -> HostedEmbedding:
-    hosted = _hosted(kind, base)
-    return hosted.__new__(hosted)
 
 
 def _check(name: str, module: nn.Embedding, sharers: list[str], mapped: object) -> None:

@@ -14,20 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
 from dphybrid.embedding import native
 from dphybrid.embedding.changed import ChangedRows
-from dphybrid.embedding.collection import as_list, find_tables, named_weights
+from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.gradients import segment_of
-from dphybrid.embedding.lookup import copies_drift_apart
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.snapshot import Snapshot
-from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.embedding.weights import info_of
+from dphybrid.embedding.weights import info_of_table
 from dphybrid.kernels import RULE_NUMBERS
 from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on
 from dphybrid.util.errors import UserError, suggestion
@@ -58,10 +55,10 @@ class RowOptimizer(EagerOptimizer):
 
     def __init__(self, params: object, lr: float | None = None, **options: object) -> None:
         self._refuse_foreign(options, "keyword argument")
-        groups: list[Any] = as_list(params)
+        groups: Any = [params] if isinstance(params, HostEmbedding | Tensor) else params
         if isinstance(params, Mapping):  # one group per table
-            groups = [{"params": [entry]} for entry in named_weights(groups)]
-        if not groups:
+            groups = [{"params": [pair]} for pair in _named_weights(params)]
+        if not (groups := list(groups)):
             raise UserError("row optimizer: no table to train; give it the tables of a model that has some")
         if lr is not None:
             options["lr"] = lr
@@ -107,7 +104,7 @@ class RowOptimizer(EagerOptimizer):
             raise TypeError(
                 f"{type(self).__name__}: a parameter group without 'params' ({', '.join(param_group)})"
             )
-        group = {**param_group, "params": named_weights(as_list(param_group["params"]))}
+        group = {**param_group, "params": _named_weights(param_group["params"])}
         group.pop("param_names", None)
         self._refuse_foreign(group.keys() - _BESIDE_OPTIONS, "key of a parameter group")
         _check_numbers(self.defaults | group)
@@ -119,25 +116,25 @@ class RowOptimizer(EagerOptimizer):
         for weight in self.param_groups[-1]["params"]:
             self._states(weight)
 
+    def _layout(self, weight: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and type of each state of a weight that has an entry for each row."""
+        real, (num_rows, dim) = native.real_dtype(weight.dtype), weight.shape
+        of_kind: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "row": ((num_rows,), real),
+            "weight": ((num_rows, dim), real),
+            "steps": ((num_rows,), torch.int32),
+        }
+        return {name: of_kind[kind] for name, (_, kind) in self.row_rule.states.items()}
+
     def _states(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the states of a weight. Makes zero states if there are none and the weight is trained."""
         states: dict[str, Tensor] = self.state[weight]
         if not states and (weight.requires_grad or weight.grad is not None):
-            info = info_of(weight)
-            real, (num_rows, dim) = native.real_dtype(weight.dtype), weight.shape
-            of_kind: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-                "row": ((num_rows,), real),
-                "weight": ((num_rows, dim), real),
-                "steps": ((num_rows,), torch.int32),
-            }
-            wanted = {name: of_kind[kind] for name, (_, kind) in self.row_rule.states.items()}
+            wanted = self._layout(weight)
             if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
                 wanted[_UPDATES] = (1,), torch.int64
-            states.update(
-                {key: zero_rows(shape, dtype) for key, (shape, dtype) in wanted.items()}
-                if info is None
-                else info.make_states(wanted)
-            )
+            if wanted:
+                states.update(info_of_table(weight).make_states(wanted))
         # In each step, as a trainer may replace states at any time; some move them to the model's device.
         for key, state in states.items():
             if isinstance(state, Tensor) and state.device.type == "cuda":
@@ -164,10 +161,6 @@ class RowOptimizer(EagerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if dist.is_available() and dist.is_initialized() and (count := dist.get_world_size()) > 1:
-            for name, weight in self.tables.items():  # else the processes' copies would drift apart
-                if not ((info := info_of(weight)) and info.synchronized):
-                    raise copies_drift_apart(name, count)
         # By width, type and rule in one kernel call: 200 calls for 200 tables took five times as long as one
         # for a table with all their rows.
         alike: dict[tuple[Rule, int, torch.dtype], dict[str, Tensor]] = {}
@@ -184,11 +177,10 @@ class RowOptimizer(EagerOptimizer):
 
     def _update(self, rule: Rule, by_name: Mapping[str, Tensor]) -> None:
         start, names, weights = time.perf_counter(), list(by_name), list(by_name.values())
-        infos = [info_of(weight) for weight in weights]
+        infos = list(map(info_of_table, weights))
         tables, changed = self._tables(weights)
         for info, weight in zip(infos, weights, strict=True):
-            if info is not None:
-                info.refuse_twice(weight, self)
+            info.refuse_twice(weight, self)
         segments = list(map(segment_of, weights, tables.first_keys))
         ids = {name: segment.ids_N for name, segment in zip(names, segments, strict=True)}
         versions, snapshot = [weight._version for weight in weights], self.snapshot
@@ -198,21 +190,20 @@ class RowOptimizer(EagerOptimizer):
         if _UPDATES in self.state[weights[0]]:  # counted only now: the kernel may refuse an update
             for weight in weights:
                 self.state[weight][_UPDATES] += 1
-        recorded = [None if info is None else info.changes for info in infos]
-        if self.changes is not None or any(record is not None for record in recorded):
+        if self.changes is not None or any(info.changes is not None for info in infos):
             # numpy, not torch: on a few hundred rows its calls cost less.
             keys = keys_U.numpy()
             bounds = np.searchsorted(keys, tables.first_keys).tolist()
-            for n, (weight, record) in enumerate(zip(weights, recorded, strict=True)):
+            for n, (info, weight) in enumerate(zip(infos, weights, strict=True)):
                 rows_U = keys[bounds[n] : bounds[n + 1]] - tables.first_keys[n]
                 if self.changes is not None:
                     self.changes.add(names[n], rows_U)
-                if record is not None:
-                    record.append((versions[n], weight._version, torch.from_numpy(rows_U)))
-        if infos[0] is not None:
-            if not infos[0].counters.by_replica:
-                infos[0].counters.unique += len(keys_U)
-            infos[0].counters.update_ms += 1e3 * (time.perf_counter() - start)
+                if info.changes is not None:
+                    info.changes.append((versions[n], weight._version, torch.from_numpy(rows_U)))
+        counters = infos[0].counters
+        if not counters.by_replica:
+            counters.unique += len(keys_U)
+        counters.update_ms += 1e3 * (time.perf_counter() - start)
 
     def _tables(self, weights: list[Tensor]) -> tuple[native.Tables, list[Tensor]]:
         """Return the kernel's description of the weights and states, and the tensors that an update changes.
@@ -220,18 +211,16 @@ class RowOptimizer(EagerOptimizer):
         Raises UserError for a weight that became longer or shorter than its states.
         """
         all_states, members, changed = [self._states(weight) for weight in weights], [], list(weights)
-        real, dim = native.real_dtype(weights[0].dtype), weights[0].shape[1]
         for weight, states in zip(weights, all_states, strict=True):
-            rows, fields = weight.shape[0], {}
-            for name, (field, kind) in self.row_rule.states.items():
+            fields = {}
+            for name, (shape, dtype) in self._layout(weight).items():
                 changed.append(state := states[name])
-                if state.shape[0] != rows:
+                if len(state) != len(weight):
                     raise UserError(
-                        f"row optimizer: a weight of {rows:,} rows has the state {name!r} of shape "
+                        f"row optimizer: a weight of {len(weight):,} rows has the state {name!r} of shape "
                         f"{tuple(state.shape)}; make a new optimizer after replacing a weight's rows"
                     )
-                dtype = torch.int32 if kind == "steps" else real
-                fields[field] = state, (rows, dim) if kind == "weight" else (rows,), dtype
+                fields[self.row_rule.states[name][0]] = state, shape, dtype
             members.append((weight, fields))
         tables = native.Tables(members)
         if _UPDATES in all_states[0]:
@@ -275,9 +264,7 @@ class RowOptimizer(EagerOptimizer):
         Tables are matched by their positions, as in torch. Raises UserError for states or options of another
         optimizer."""
         groups = state_dict["param_groups"]
-        saved_sizes, sizes = (
-            [len(group["params"]) for group in some] for some in (groups, self.param_groups)
-        )
+        saved_sizes, sizes = ([len(g["params"]) for g in some] for some in (groups, self.param_groups))
         if saved_sizes != sizes:
             raise UserError(
                 f"row optimizer state does not fit: it has groups of {saved_sizes} tables, expected {sizes}; "
@@ -315,6 +302,23 @@ class RowOptimizer(EagerOptimizer):
                 f"row optimizer state does not fit: {'; '.join(problems)}; load the state of the same "
                 "optimizer and tables"
             )
+
+
+def _named_weights(params: Any) -> list[tuple[str, Tensor]]:
+    """Return the (name, weight) of what an optimizer gets, each weight once: weights, tables, and pairs with
+    a name before them. Raises UserError for anything that is not a table's weight."""
+    if isinstance(params, Mapping):
+        params = params.items()
+    named: dict[int, tuple[str, Tensor]] = {}  # by identity: a weight of two tables is updated once
+    for entry in [params] if isinstance(params, HostEmbedding | Tensor) else params:
+        name, weight = entry if isinstance(entry, tuple) else ("", entry)
+        weight = weight.weight if isinstance(weight, HostEmbedding) else weight
+        named.setdefault(id(weight), (name or info_of_table(weight).name, weight))
+    names = [name for name, _ in named.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
+    return list(named.values())
 
 
 def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:

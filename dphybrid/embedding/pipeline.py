@@ -164,7 +164,7 @@ class RowPipeline:
         self._workers.append(worker)
         # Between a lookup's gathering and its use come one update for the batch ahead, and the one that was
         # running. If fewer were recorded, `repair` would read all rows again.
-        recording = [table.info for table in self.tables.values()]
+        recording = [table._info for table in self.tables.values()]
         for info in recording:
             info.changes = deque(maxlen=_BATCHES_IN_TRANSIT + 1)
         try:
@@ -246,7 +246,7 @@ class _Worker(Generic[Batch]):
         try:
             for name, wanted in ids.items():
                 table = self._tables[name]
-                made = [table.prepared(of_lookup) for of_lookup in each_lookup(wanted)]
+                made = [table._prepared(of_lookup) for of_lookup in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
         except UserError:
             return {}

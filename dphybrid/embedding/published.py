@@ -1,11 +1,11 @@
-"""Tables of published checkpoints, as their files hold them: maps frozen rows, and writes trained rows into a
-copy of the checkpoint.
+"""Tables of published checkpoints, as their files hold them: maps frozen rows, trains rows over them, and
+writes these into a copy of the checkpoint.
 
 A table NAME lies in one tensor, `NAME.weight`, or in pieces, `NAME.shard_0.weight` and so on, over any
 number of files. Its rows may have a scale, `NAME.weight_scale`: one value for all, one a row, or one power of
 two for each 32 values of a row.
 
-Letters: K trained rows, D width of a row.
+Letters: N ids of a lookup, U unique ids, K trained rows, D width of a row.
 """
 
 import json
@@ -14,17 +14,20 @@ import mmap
 import re
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dphybrid.embedding import native
 from dphybrid.embedding.lookup import row_numbers
 from dphybrid.embedding.native import StoredRows
-from dphybrid.embedding.storage import mapped_rows
+from dphybrid.embedding.storage import StartValues, mapped_rows, open_rows, unfilled_rows
 from dphybrid.util.errors import UserError, suggestion
 
 _ROWS = {
@@ -214,6 +217,86 @@ class Checkpoint:
             f"; it has {same[0]!r}. If that is the one, give host_tables the part of the model that has this "
             'name, or a model of a longer name: nn.ModuleDict({"PREFIX": model})'
         )
+
+
+class TrainedRows:
+    """Rows of a published table that are trained: each has a slot in `weight`, filled from the file when
+    training first looks it up. `weight` has room for `most_rows`; a page takes memory once it is used."""
+
+    def __init__(self, stored: PublishedRows, most_rows: int) -> None:
+        self.stored, self.name = stored, stored.name
+        shape = min(most_rows, len(stored)), stored.shape[1]
+        with unfilled_rows():
+            name, start = f"{self.name}, most_rows", StartValues(0, 0)
+            self.weight = nn.Parameter(open_rows(shape, torch.float32, "memory", None, name, start))
+        # Ids, ascending, and their slots; replaced as one. The last id is above all others and has no slot.
+        self._index = np.array([np.iinfo(np.int64).max]), np.array([-1])
+        self._lock = threading.Lock()  # a worker and replicas look up in threads
+
+    def __reduce__(self) -> Any:
+        return _filled, (self.stored, len(self.weight), self.ids_K, self.rows_KD.clone())
+
+    @property
+    def ids_K(self) -> Tensor:
+        """The trained rows' numbers, in the order of their slots."""
+        ids, slots = self._index
+        return torch.from_numpy(ids[np.argsort(slots)[1:]])
+
+    @property
+    def rows_KD(self) -> Tensor:
+        """The trained rows, in the order of their slots, not copied."""
+        return self.weight.detach()[: len(self._index[0]) - 1]
+
+    def find(self, ids_N: Tensor) -> Tensor:
+        """Return each id's slot, -1 if it has none."""
+        ids, slots = self._index
+        position_N = np.searchsorted(ids, ids_N.numpy())
+        return torch.from_numpy(np.where(ids[position_N] == ids_N.numpy(), slots[position_N], -1))
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """Return each id's slot, which new ids get here. Raises UserError past `most_rows`."""
+        unique_U, inverse_N, *_ = native.occurrences(ids.reshape(-1), len(self.stored))
+        with self._lock:
+            slots_U = self.find(unique_U)
+            is_new = slots_U < 0
+            new_U, first = unique_U[is_new], len(self.rows_KD)
+            self._check_room(last := first + len(new_U))
+            if len(new_U):
+                # By the kernel, which does not raise the weight's version: nobody has read these slots yet.
+                native.look_up(self.stored, new_U, self.weight.detach()[first:last])
+                slots_U[is_new] = torch.arange(first, last)
+                at = np.searchsorted(self._index[0], new_U.numpy())
+                added = zip(self._index, (new_U, slots_U[is_new]), strict=True)
+                self._index = tuple(np.insert(values, at, new) for values, new in added)  # type: ignore[assignment]
+        return slots_U[inverse_N.long()].view(ids.shape)
+
+    def _check_room(self, count: int) -> None:
+        if count > len(self.weight):
+            raise UserError(
+                f"table {self.name!r}: {count:,} rows would be trained, but most_rows is "
+                f"{len(self.weight):,}; give host_tables a larger one"
+            )
+
+    @torch.no_grad()
+    def fill(self, ids_K: Tensor, rows_KD: Tensor) -> None:
+        """Replace the trained rows by these, in their order. Raises UserError for ids and rows of another
+        table, and past `most_rows`."""
+        ids_K, wanted = row_numbers(ids_K, len(self.stored), self.name), (len(ids_K), self.stored.shape[1])
+        if rows_KD.shape != wanted or len(ids_K.unique()) < len(ids_K):
+            raise UserError(
+                f"table {self.name!r}: rows of shape {tuple(rows_KD.shape)} with {len(ids_K.unique()):,} "
+                f"numbers of rows; give as many different ones, of {wanted[1]} values"
+            )
+        self._check_room(len(ids_K))
+        self.weight[: len(ids_K)] = rows_KD.to(self.weight)
+        order_K = np.argsort(ids_K.numpy())
+        self._index = np.append(ids_K.numpy()[order_K], np.iinfo(np.int64).max), np.append(order_K, -1)
+
+
+def _filled(stored: PublishedRows, most_rows: int, ids_K: Tensor, rows_KD: Tensor) -> TrainedRows:
+    trained = TrainedRows(stored, most_rows)
+    trained.fill(ids_K, rows_KD)
+    return trained
 
 
 def merge_rows(checkpoint: Path | str, file: Path | str, out: Path | str) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,16 +116,13 @@ def _new_rows(kind: Literal["unfilled", "deferred"]) -> Iterator[None]:
         _NEW_ROWS.reset(token)
 
 
-def deferred_rows() -> AbstractContextManager[None]:
-    """Return a context in which new tables get neither memory nor initial values. For tables whose `weight`
-    will be replaced by rows of a file."""
-    return _new_rows("deferred")
+deferred_rows = partial(_new_rows, "deferred")
+"""A context in which new tables get neither memory nor initial values. For tables whose `weight` will be
+replaced by rows of a file."""
 
-
-def unfilled_rows() -> AbstractContextManager[None]:
-    """Return a context in which new tables hold zeros, which take no memory until written. For tables that
-    are only inspected, or loaded at once."""
-    return _new_rows("unfilled")
+unfilled_rows = partial(_new_rows, "unfilled")
+"""A context in which new tables hold zeros, which take no memory until written. For tables that are only
+inspected, or loaded at once."""
 
 
 @dataclass

@@ -5,7 +5,8 @@ Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -16,11 +17,10 @@ from typing import Any, Self, SupportsFloat
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
-from dphybrid.embedding.gradients import Gates, merged, rows_op, sparse
+from dphybrid.embedding.gradients import Gates, rows_op, segment_of, sparse
 from dphybrid.embedding.lookup import (
     Counters,
     copies_drift_apart,
@@ -31,7 +31,7 @@ from dphybrid.embedding.lookup import (
 )
 from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
-from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of, rows_of
+from dphybrid.embedding.weights import RowsInfo, all_rows, info_of
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
@@ -62,6 +62,10 @@ class HostEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
+    _padding: Sequence[int]
+    synchronized = False
+    """Whether all processes of a group share these rows, or make their gradients equal. If False, lookups
+    that train are refused in one of several processes."""
 
     def __init__(
         self,
@@ -102,23 +106,23 @@ class HostEmbedding(nn.Module):
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
-        self.padding_idx, self.name = padding_idx, name
         # Absolute: the states' files are opened later, perhaps in another working directory.
-        self._path = None if path is None else Path(path).absolute()
-        self.start = StartValues(std, seed, list(scales))
-        self.out_dtype = native.real_dtype(dtype)
-        self._start_alone(padding_idx)
+        path = None if path is None else Path(path).absolute()
+        self._set_up(name, native.real_dtype(dtype), path)
+        self.padding_idx, self.start = padding_idx, StartValues(std, seed, list(scales))
         if padding_idx is not None:
+            self._padding = (padding_idx,)
             self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
-        rows_VD = open_rows((num_rows, dim), dtype, storage, self._path, name, self.start)
+        rows_VD = open_rows((num_rows, dim), dtype, storage, path, name, self.start)
         self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
 
-    def _start_alone(self, padding_idx: int | None) -> None:
-        """Set what belongs to a new table and not to its weight."""
-        self._start_lookups()
-        self._padding = [] if padding_idx is None else [padding_idx]
+    def _set_up(self, name: str, out_dtype: torch.dtype, path: Path | None = None) -> None:
+        """Set what a new table has beside its weight."""
+        self.name, self.out_dtype, self._path = name, out_dtype, path
+        self._padding = ()
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         self._replica: int | None = None
+        self._start_lookups()
 
     def _start_lookups(self) -> None:
         self._gates, self.counters = Gates(), Counters()
@@ -149,23 +153,22 @@ class HostEmbedding(nn.Module):
 
         torch calls this for every new weight: an assignment, `from_pretrained`.
         """
-        before = self._parameters.get("weight")
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
-            former = None if before is None else info_of(before)
-            self._own(param, synchronized=former is not None and former.synchronized)
+            self._own(param)
 
-    def _own(self, weight: nn.Parameter, frozen: Sequence[int] = (), synchronized: bool = False) -> None:
-        """Note on a weight that it is a table's. A weight that another table has, too, keeps its own
-        info."""
-        if info_of(weight) is None:
-            make_states = partial(open_states, folder=self._path, name=self.name)
-            padding = [row for row in self._padding if row < len(weight)]
-            info = RowsInfo(self.name, self.counters, make_states, padding, synchronized)
-            info.freeze(frozen)
-            weight.rows_info = info  # type: ignore[attr-defined]
+    def _own(self, weight: Tensor, frozen: Sequence[int] = ()) -> RowsInfo:
+        """Note on a weight that it is a table's; return its info. A weight that another table has, too, keeps
+        that one's."""
         if weight.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
             weight.grad_dtype = torch.float32
+        if (info := info_of(weight)) is None:
+            make_states = partial(open_states, folder=self._path, name=self.name)
+            padding = [row for row in self._padding if row < len(weight)]
+            info = RowsInfo(self.name, self.counters, make_states, padding)
+            info.freeze(frozen)
+            weight.rows_info = info  # type: ignore[attr-defined]
+        return info
 
     def __copy__(self) -> Self:
         """Return a shallow copy, which shares weight and settings, as of any module."""
@@ -173,7 +176,7 @@ class HostEmbedding(nn.Module):
         vars(new).update(vars(self))
         return new
 
-    def twin(self) -> Self:
+    def _twin(self) -> Self:
         """Return a copy that shares the weight, and has a placement, lookups and counters of its own."""
         new = copy(self)
         new._placed = None
@@ -185,7 +188,7 @@ class HostEmbedding(nn.Module):
         if get_spawning_popen() is not None:
             raise _not_shared(self.name)
         # Without the path: two tables that write to the same file would overwrite each other.
-        rows = {"_padding": self.info.padding, "_frozen": self.info.frozen.rows}
+        rows = {"_padding": self._info.padding, "_frozen": self._info.frozen.rows}
         return self.__dict__ | {"_path": None, "_gates": None, "counters": None, "ahead": None} | rows
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -217,34 +220,13 @@ class HostEmbedding(nn.Module):
     """nn.Embedding's names."""
 
     @property
-    def info(self) -> RowsInfo:
-        """The info of the present weight."""
-        if (info := info_of(self.weight)) is None:  # torch.utils.swap_tensors took it away
-            self._own(self.weight)
-            return self.info
-        return info
+    def _info(self) -> RowsInfo:
+        """The info of the present weight, such as one that functional_call gives."""
+        return info_of(self.weight) or self._own(self.weight)
 
-    @property
-    def synchronized(self) -> bool:
-        """Whether all processes of a group share these rows, or make their gradients equal. If False, a row
-        optimizer refuses to train in one of several processes."""
-        return self.info.synchronized
-
-    @synchronized.setter
-    def synchronized(self, value: bool) -> None:
-        self.info.synchronized = value
-
-    def prepared(self, ids: Tensor) -> Lookup | None:
+    def _prepared(self, ids: Tensor) -> Lookup | None:
         """Prepare a lookup of these ids; see `LookupsAhead.prepare`."""
         return self.ahead.prepare(self.weight, ids)
-
-    def settled(self) -> Tensor:
-        """Return all rows as a plain tensor, without autograd."""
-        return self.weight.detach()
-
-    def map_rows(self, rows_VD: Tensor) -> None:
-        """Use rows that are mapped from a file. They are not trained."""
-        self.weight = nn.Parameter(rows_VD, requires_grad=False)
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
         """Give these rows no gradient from now on, and padding rows as before; rows that were frozen by an
@@ -255,25 +237,36 @@ class HostEmbedding(nn.Module):
         for row in rows:
             if not is_integer(row) or not 0 <= row < self.num_rows:
                 raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
-        self.info.freeze(map(int, rows))
+        self._info.freeze(map(int, rows))
         if (grad := self.weight.grad) is not None and grad.is_sparse:
-            ids_N, grads_ND = self.info.frozen.left_out(grad._indices()[0], grad._values())
+            ids_N, grads_ND = self._info.frozen.left_out(grad._indices()[0], grad._values())
             self.weight.grad = sparse(ids_N, grads_ND, grad.shape)
 
-    def mark_padding(self, rows: Sequence[int]) -> None:
-        """Add padding rows to that of `padding_idx`, as a collection does for its tables."""
-        self._padding = self.info.padding = [*self._padding, *rows]
-        self.info.freeze(self.info.frozen.rows)
+    def _set_padding(self, rows: Sequence[int]) -> None:
+        """Set the padding rows, and freeze no others."""
+        self._padding = self._info.padding = rows
+        self._info.freeze(())
 
     @property
     def frozen_rows(self) -> Sequence[int]:
         """Rows of the present weight, ascending, that get no gradient."""
-        return self.info.frozen.rows
+        return self._info.frozen.rows
+
+    @contextmanager
+    def _without_weight(self) -> Iterator[None]:
+        kept = self._parameters.pop("weight", None)
+        try:
+            yield
+        finally:
+            if kept is not None:
+                self._parameters["weight"] = kept
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # nn.Module calls this for .to(), .half(), .share_memory() and the like. The table stays as it is;
-        # only the type of looked-up rows follows the model. `fn` is tried on an empty tensor to learn what it
-        # does.
+        # nn.Module calls this for .to(), .half(), .share_memory() and the like. The weight stays as it is;
+        # what a subclass has beside it, such as a scale, goes where the model goes, and the type of looked-up
+        # rows follows. `fn` is tried on an empty tensor to learn what it does.
+        with self._without_weight():
+            super()._apply(fn, recurse)
         tried = torch.empty(0, dtype=self.out_dtype, device="cpu")
         self.out_dtype = fn(tried).dtype
         if tried.is_shared():
@@ -299,17 +292,13 @@ class HostEmbedding(nn.Module):
         if torch.compiler.is_compiling():
             return self._in_graph(ids, ids.device if to is None else to)
         with stage("lookup"):
-            # Its backward would fail inside of torch, before the row optimizer could refuse.
-            if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
-                trains = torch.is_grad_enabled() and self.weight.requires_grad
-                if trains and (processes := dist.get_world_size()) > 1:
-                    raise copies_drift_apart(self.name, processes)
             start = time.perf_counter()
             if (weight := self._parameters.get("weight")) is None:
                 raise UserError(
                     f"table {self.name!r}: its weight is computed from other parameters, in every step "
                     "for all rows (weight_norm, pruning, ...), or was removed; use nn.Embedding for that"
                 )
+            trains = self._trains(weight)
             ids, wanted = whole_numbers(ids, self.name), ids.device if to is None else to
             if is_transformed():
                 raise not_differentiable()
@@ -324,39 +313,39 @@ class HostEmbedding(nn.Module):
                 replica = self.ahead.channel_to(wanted)
             if replica is not None and not by_replica:
                 return self._rows_on_device(weight, self.ahead.share_of(weight, ids, replica))
-            if weight.dim() != 2:
-                raise UserError(
-                    f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)"
-                )
             # The kernel checks the ids while it reads them; the wrong one is looked for only after a failure.
             try:
-                rows, flat_N = native.look_up(rows_of(weight), ids)
+                rows, flat_N = native.look_up(all_rows(weight), ids)
             except IndexError:
                 raise not_a_row(ids, len(weight), self.name) from None
             if torch.is_grad_enabled():
-                counters = self.counters
-                counters.gather_ms += 1e3 * (time.perf_counter() - start)
-                counters.bytes_gathered += rows.nbytes
-                counters.ids += len(flat_N)
-                if weight.requires_grad:
-                    rows = self._gates.rows(weight, rows, flat_N, self._frozen_of(weight))
-            return self.as_model(rows)
+                self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
+                self.counters.bytes_gathered += rows.nbytes
+                self.counters.ids += len(flat_N)
+            if trains:
+                rows = self._gates.rows(weight, rows, flat_N, self._info.frozen)
+            return self._as_model(rows)
 
-    def _frozen_of(self, weight: Tensor) -> FrozenRows:
-        # A weight that functional_call gives has no info.
-        return FrozenRows(self._padding) if (info := info_of(weight)) is None else info.frozen
+    def _trains(self, weight: Tensor) -> bool:
+        """Return whether a lookup records a gradient. Raises UserError for one of several processes that
+        would train copies."""
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if trains and processes > 1 and not self.synchronized:
+            raise copies_drift_apart(self.name, processes)
+        return trains
 
     def _in_graph(self, ids: Tensor, wanted: torch.device) -> Tensor:
         """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the
         graph and runs in Python, because a compiled backward does not support sparse gradients."""
-        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and self.weight.requires_grad:
+        trains = self._trains(self.weight)
+        if trains and torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break()
-        weight, frozen = self.weight, self._frozen_of(self.weight)
-        trains = frozen.rows and torch.is_grad_enabled() and weight.requires_grad
-        rows: Tensor = rows_op(weight, ids, frozen.has(ids) if trains else None)
-        return self.as_model(rows.to(wanted))
+        frozen = self._info.frozen
+        rows: Tensor = rows_op(self.weight, ids, frozen.has(ids) if trains and frozen.rows else None)
+        return self._as_model(rows.to(wanted))
 
-    def as_model(self, rows: Tensor) -> Tensor:
+    def _as_model(self, rows: Tensor) -> Tensor:
         """Return rows in the type that the model was cast to."""
         return rows if rows.dtype == self.out_dtype else rows.to(self.out_dtype)
 
@@ -390,12 +379,12 @@ class HostEmbedding(nn.Module):
         CPU. Raises UserError like `forward`.
         """
         if self.is_placed and (self._forward_hooks or self._backward_hooks):
-            return self.in_shares(self(ids))  # hooks get and return one tensor, as without a split
+            return self._in_shares(self(ids))  # hooks get and return one tensor, as without a split
         # Through __call__, so that hooks before the lookup see every one.
         rows: Tensor | tuple[Tensor, ...] = self(ids, by_replica=True)
         return [rows] if isinstance(rows, Tensor) else list(rows)  # a captured graph is not split
 
-    def in_shares(self, rows_BXD: Tensor) -> list[Tensor]:
+    def _in_shares(self, rows_BXD: Tensor) -> list[Tensor]:
         """Return each used replica's share of rows, on its device."""
         assert self._placed is not None
         devices, sizes_of = self._placed
@@ -405,13 +394,13 @@ class HostEmbedding(nn.Module):
     def _rows_on_device(self, weight: Tensor, share: Share) -> Tensor:
         counted = torch.is_grad_enabled()
         share.channel.wait_for(share, counted=counted)
-        rows_UD = share.rows_UD
+        rows_UD, ids_U = share.rows_UD, share.where.unique_U
         if counted and weight.requires_grad:
             rows_UD = self._gates.rows(
-                weight, rows_UD, share.where.unique_U, self._frozen_of(weight), share.channel, self._replica
+                weight, rows_UD, ids_U, self._info.frozen, share.channel, self._replica
             )
         rows_ND = DeviceRows.apply(rows_UD, *share.indices)
-        return self.as_model(rows_ND.view(*share.shape, self.dim))
+        return self._as_model(rows_ND.view(*share.shape, self.dim))
 
     def totals(self) -> dict[str, float]:
         """Return the running totals by name, including finished copies; see `Counters`."""
@@ -420,8 +409,10 @@ class HostEmbedding(nn.Module):
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
         """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None if no row has a gradient."""
-        summed = merged(self.weight)
-        return None if summed is None or not len(summed[0]) else summed[:2]
+        if self.weight.grad is None:
+            return None
+        ids_U, grads_UD, _ = native.sum_rows([segment_of(self.weight)])
+        return (ids_U, grads_UD) if len(ids_U) else None
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"

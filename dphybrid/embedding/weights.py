@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding.lookup import Counters
-from dphybrid.embedding.native import StoredRows
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.util.errors import UserError
 
@@ -52,8 +51,7 @@ class RowsInfo:
         name, counters: Of the table that had the weight first.
         make_states: Allocates an optimizer's states in the same kind of storage as the rows (such as files).
         padding: Rows that never get a gradient.
-        synchronized: See `HostEmbedding.synchronized`.
-        stored: Where the rows are if the weight has only their shape: a published table.
+        stored: What has the rows if the weight has not: the files of a published table, or all ranks.
         numbers_of: Function from rows of the weight to their numbers in the table; None: they are equal.
         changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
     """
@@ -62,8 +60,7 @@ class RowsInfo:
     counters: Counters
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     padding: Sequence[int] = ()
-    synchronized: bool = False
-    stored: StoredRows | None = None
+    stored: object = None
     numbers_of: Callable[[Tensor], Tensor] | None = None
     changes: deque[tuple[int, int, Tensor]] | None = None
     _applied: tuple[weakref.ref[Tensor], int] | None = None
@@ -95,8 +92,20 @@ def info_of(weight: Tensor) -> RowsInfo | None:
     return getattr(weight, "rows_info", None)
 
 
-def rows_of(weight: Tensor) -> Tensor | StoredRows:
-    """Return what holds a weight's rows: the weight itself, without autograd, or the files of a published
-    table."""
+def info_of_table(weight: object) -> RowsInfo:
+    """Return the info of a table's weight. Raises UserError for anything else."""
+    info = info_of(weight) if isinstance(weight, Tensor) else None
+    if info is None:
+        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise UserError(
+            f"row optimizer: {what} is not a table; give it only the tables' weights, and other parameters "
+            "to a torch.optim optimizer"
+        )
+    return info
+
+
+def all_rows(weight: Tensor) -> Any:
+    """Return what holds a weight's rows: the weight itself, without autograd, or what has them in its place
+    (`RowsInfo.stored`)."""
     info = info_of(weight)
     return weight.detach() if info is None or info.stored is None else info.stored

@@ -262,8 +262,8 @@ def _copied(model: nn.Module) -> nn.Module:
     """Return a copy without gradients and dropout, whose tables share their weights with the model's."""
     memo: dict[int, Any] = {}
     for part in model.modules():
-        if hasattr(part, "twin"):
-            memo[id(part)] = part.twin()  # type: ignore[operator]
+        if hasattr(part, "_twin"):
+            memo[id(part)] = part._twin()  # type: ignore[operator]
             memo |= {id(weight): weight for weight in part.parameters()}  # other layers may have it, too
         for value in tree_leaves(vars(part)):
             if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses tensors with a graph

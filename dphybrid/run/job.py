@@ -26,6 +26,7 @@ from dphybrid.config.own_runs import enter, own_folders
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
+from dphybrid.embedding.weights import all_rows
 from dphybrid.gpus.devices import expected_devices, giving_way, leased_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.recipe import Recipe
@@ -286,7 +287,7 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
         with engine.new_tables(filled=True):
             model = experiment.build(devices)
     engine.check_model(model)
-    tables = [table.settled() for table in find_tables(model).values()]
+    tables = [all_rows(table.weight) for table in find_tables(model).values()]
     num_rows, num_bytes = sum(map(len, tables)), sum(rows_VD.nbytes for rows_VD in tables)
     parameters = sum(p.numel() for p in dense_parameters(model))
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"

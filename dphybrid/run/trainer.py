@@ -14,6 +14,7 @@ from torch import nn
 from dphybrid.data import Prepared
 from dphybrid.data.table.encoder import Encoder, old_rows, open_base
 from dphybrid.embedding import find_tables, row_optimizer
+from dphybrid.embedding.weights import all_rows
 from dphybrid.parallel import Devices, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, attached
@@ -181,7 +182,7 @@ def fill_from(checkpoint: Path, trained_on: Encoder, model: nn.Module, now: Enco
     tables = find_tables(model)
     load_weights(checkpoint, model, skip=tables)
     for name, table in tables.items():
-        shape, rows_VD = tensor_shapes(table_file(checkpoint, name))["weight"], table.settled()
+        shape, rows_VD = tensor_shapes(table_file(checkpoint, name))["weight"], all_rows(table.weight)
         fits = len(rows_VD) == len(sources_V) and shape[0] > int(sources_V.max())
         if not fits or shape[1] != rows_VD.shape[1]:
             raise UserError(

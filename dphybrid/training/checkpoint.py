@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.embedding.collection import is_dense
 from dphybrid.embedding.optim import misfits
+from dphybrid.embedding.weights import all_rows
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.optimizers import swap_average
 from dphybrid.training.tensor_file import (
@@ -265,9 +266,10 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
             tensor.copy_(blocks[name])
         for name, table in tables.items():
             if mapped:
-                table.map_rows(mapped_weight(path, name, table.weight))
+                rows_VD = mapped_weight(path, name, table.weight)
+                table.weight = nn.Parameter(rows_VD, requires_grad=False)
             elif name not in skip:
-                read_table(path, name, "weight", table.settled())
+                read_table(path, name, "weight", all_rows(table.weight))
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.collection import is_dense
+from dphybrid.embedding.weights import all_rows
 from dphybrid.training.checkpoint import how_to_continue
 from dphybrid.util.errors import UserError
 
@@ -44,7 +45,10 @@ def not_finite(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clip
     problem = _first_problem(
         [
             *((f"the batch's {name}", value, None) for name, value in batch.items()),
-            *((f"table {name}", tables[name].settled()[ids], ids) for name, (ids, _) in gradients.items()),
+            *(
+                (f"table {name}", all_rows(tables[name].weight)[ids], ids)
+                for name, (ids, _) in gradients.items()
+            ),
             *parameters,
             ("the loss", loss, None),
             *((f"the gradient of table {name}", grads, ids) for name, (ids, grads) in gradients.items()),
@@ -74,7 +78,7 @@ def check_finite(
 def bad_weight(model: nn.Module) -> str:
     """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight row 3",
     or ""."""
-    tables = ((f"table {name}", table.settled(), None) for name, table in find_tables(model).items())
+    tables = ((f"table {name}", all_rows(table.weight), None) for name, table in find_tables(model).items())
     problem = _first_problem(chain(tables, _blocks(model)))
     return problem[0] if problem else ""
 

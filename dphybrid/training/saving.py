@@ -29,6 +29,7 @@ from dphybrid.config import CheckpointConfig
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.snapshot import Snapshot
 from dphybrid.embedding.storage import available_memory_bytes, zero_rows
+from dphybrid.embedding.weights import all_rows
 from dphybrid.training.checkpoint import (
     VALIDATION,
     CheckpointState,
@@ -240,7 +241,7 @@ class CheckpointWriter:
             if name in linked:
                 parts[name] = _Copied(None, {}, {})
                 continue
-            by_row, states = {"weight": table.settled()}, {}
+            by_row, states = {"weight": all_rows(table.weight)}, {}
             if rows is not None and name in rows.tables:
                 by_row, states = by_row | rows.row_states(name), rows.states_of(name)
             whole = {key: state.clone() for key, state in states.items() if key not in by_row}

@@ -28,7 +28,7 @@ ROWS = 9
 def pair(dim: int = 3) -> tuple[HostEmbedding, nn.Embedding]:
     """A table and an nn.Embedding with the same rows."""
     table = HostEmbedding(ROWS, dim, dtype=torch.float64)
-    return table, nn.Embedding(ROWS, dim, _weight=table.settled().clone())
+    return table, nn.Embedding(ROWS, dim, _weight=table.weight.detach().clone())
 
 
 def two_lookups(embedding: nn.Module) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def test_start_values_follow_torch_s_seed() -> None:
             HostEmbedding(300, 4),
             HostEmbeddingCollection({"a": 50, "b": 50}, 4).flat,
         ]
-        return [table.settled() for table in tables]
+        return [table.weight.detach() for table in tables]
 
     first, again = made(), made()
     assert all(map(torch.equal, first, again))
@@ -142,14 +142,14 @@ def test_a_table_has_torch_s_default_type() -> None:
 def test_a_longer_weight_is_looked_up_frozen_and_trained(optimizer: Callable[..., Any]) -> None:
     table, _ = pair()
     table.freeze_rows([8])
-    grown = torch.cat([table.settled(), torch.ones(4, 3, dtype=torch.float64)])
+    grown = torch.cat([table.weight.detach(), torch.ones(4, 3, dtype=torch.float64)])
     table.weight = nn.Parameter(grown)
     assert (table.num_rows, table.num_embeddings, len(table(torch.tensor([12])))) == (13, 13, 1)
     table.freeze_rows([8, 11])
     rows, before = optimizer(table.parameters(), lr=0.1), grown.clone()
     table(torch.tensor([8, 11, 12])).sum().backward()
     rows.step()
-    assert (table.settled() != before).any(1).nonzero().flatten().tolist() == [12]
+    assert (table.weight.detach() != before).any(1).nonzero().flatten().tolist() == [12]
 
 
 def test_states_of_a_weight_that_grew_in_place_are_refused() -> None:
@@ -165,7 +165,10 @@ def test_frozen_rows_of_a_shorter_weight_freeze_no_row_of_the_next_table() -> No
     short, other = HostEmbedding(9, 2), HostEmbedding(9, 2)
     short.freeze_rows([5])
     short.weight = nn.Parameter(torch.ones(4, 2))
-    rows, before = row_optimizer("sgd", {"short": short, "other": other}, lr=1.0), other.settled().clone()
+    rows, before = (
+        row_optimizer("sgd", {"short": short, "other": other}, lr=1.0),
+        other.weight.detach().clone(),
+    )
     (short(torch.tensor([1])).sum() + other(torch.tensor([1])).sum()).backward()  # row 1 of the second: key 5
     rows.step()
     assert not torch.equal(other.weight[1], before[1])

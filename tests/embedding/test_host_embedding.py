@@ -91,7 +91,7 @@ def test_gradients_of_a_frequent_id_are_summed_in_short_pieces(monkeypatch: pyte
 def test_adamw_makes_up_for_the_steps_that_a_row_missed() -> None:
     """Weight decay and second moments of all rows are those of torch's AdamW without momentum."""
     ours = table()
-    dense = nn.Parameter(ours.settled().clone())
+    dense = nn.Parameter(ours.weight.detach().clone())
     mine = RowAdamW({"t": ours}, lr=0.05, beta2=0.9, weight_decay=0.3)
     theirs = torch.optim.AdamW([dense], lr=0.05, betas=(0.0, 0.9), weight_decay=0.3)
     for step in range(101):
@@ -119,7 +119,7 @@ def test_rows_that_are_not_trained_do_not_count_in_the_norm() -> None:
 
 def test_clipping_joins_dense_parameters_and_rows() -> None:
     ours, layer = table(), nn.Linear(DIM, 1, dtype=torch.float64)
-    dense, twin = ours.settled().clone().requires_grad_(), copy.deepcopy(layer)
+    dense, twin = ours.weight.detach().clone().requires_grad_(), copy.deepcopy(layer)
     ids = torch.tensor([3, 3, 7])
     layer(ours(ids)).square().sum().backward()
     twin(F.embedding(ids, dense)).square().sum().backward()

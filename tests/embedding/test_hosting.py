@@ -156,7 +156,7 @@ class Alone(nn.Embedding):
 def test_says_which_tables_stay_where_they_are(tmp_path: Path) -> None:
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(100, 8), "bare": Bare(), "alone": Alone(100, 8)})
     model["wide"], model["table"] = nn.Linear(100, 8), HostEmbedding(100, 8)
-    with pytest.warns(UserWarning, match=r"where it is: alone, bag.weight, bare.table\. Only"):
+    with pytest.warns(UserWarning, match=r"where it is: alone.weight, bag.weight, bare.table\. Only"):
         assert host_tables(model, 100) == []
     save_file({"weight": torch.zeros(100, 8)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="reads its weight itself"):

@@ -88,18 +88,18 @@ def test_tied_tables_and_shallow_copies_freeze_the_rows_of_their_one_weight() ->
     shallow = copy.copy(tied)
     assert shallow.weight is tied.weight
     for freezing in (padded, tied, shallow):
-        rows, before = RowSGD(padded.parameters(), lr=1), padded.settled().clone()
+        rows, before = RowSGD(padded.parameters(), lr=1), padded.weight.detach().clone()
         freezing.freeze_rows([1])
         padded(torch.arange(6)).sum().backward()
         rows.step()
         rows.zero_grad()
-        assert (padded.settled() != before).any(1).tolist() == [True, False, True, False, True, True]
+        assert (padded.weight.detach() != before).any(1).tolist() == [True, False, True, False, True, True]
         freezing.freeze_rows([])
     one, two = copy.deepcopy((padded, tied))
     assert one.weight is two.weight
     one.freeze_rows([2])
     assert two.frozen_rows == [2, 3]
-    tied.weight = nn.Parameter(padded.settled().clone())  # a new weight has the padding of its module
+    tied.weight = nn.Parameter(padded.weight.detach().clone())  # a new weight has the padding of its module
     assert (padded.frozen_rows, tied.frozen_rows) == ([3], [])
 
 
@@ -123,8 +123,8 @@ def in_forward_mode(table: HostEmbedding) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda t: grad(lambda w: cubes(t, w))(t.settled()),
-        lambda t: vmap(lambda w: cubes(t, w))(t.settled()[None]),
+        lambda t: grad(lambda w: cubes(t, w))(t.weight.detach()),
+        lambda t: vmap(lambda w: cubes(t, w))(t.weight.detach()[None]),
         lambda t: torch.autograd.grad(t(IDS[0])[:, 0], t.weight, torch.eye(3), is_grads_batched=True),
         lambda t: torch.autograd.grad((t(IDS) ** 3).sum(), t.weight, create_graph=True),
         in_forward_mode,
@@ -177,7 +177,7 @@ def test_tied_tables_are_fetched_ahead_with_the_same_bits() -> None:
             counts = pipeline.counters()
         assert counts["ids"] == 6 * 16
         assert counts["prepared_ratio"] > 0.5 or mode == "off"
-        found.append(model.one.settled())
+        found.append(model.one.weight.detach())
     assert torch.equal(*found)
 
 
@@ -198,6 +198,6 @@ def test_a_default_device_does_not_move_what_tables_compute_with(devices: str) -
                     loss.backward()
                     clip_grad_norm_(tables.parameters(), 0.5)
                     rows.step()
-        return tables.flat.settled()
+        return tables.flat.weight.detach()
 
     assert torch.equal(trained("meta"), trained("cpu"))

@@ -42,14 +42,14 @@ def rows_of(table: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
 
 def test_a_few_changed_rows_are_read_again_one_by_one() -> None:
     table = placed(100, 4)
-    table.info.changes = deque(maxlen=3)
+    table._info.changes = deque(maxlen=3)
     lookup = table.ahead.prepare(table.weight, torch.arange(50))
     table.weight.grad = sparse(torch.tensor([7, 60]), torch.ones(2, 4), table.weight.shape)
     RowSGD({"t": table}, lr=1.0).step()
     table.ahead.repair(lookup)
     assert torch.equal(torch.cat([share.rows_UD for share in lookup.shares]), table.weight[:50])
     assert table.totals()["repaired"] == 1
-    table.settled()[3] = 5.0  # by hand: not on record
+    table.weight.detach()[3] = 5.0  # by hand: not on record
     table.ahead.repair(lookup)
     assert torch.equal(torch.cat([share.rows_UD for share in lookup.shares]), table.weight[:50])
     assert table.totals()["repaired"] == 51

@@ -234,12 +234,12 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
         if "evaluate" in deeds:
             seen.append(model(trained.program.ids(step if deeds["evaluate"] < 0.5 else 500 + step)))
         if "average" in deeds:
-            live, words.weight = words.weight, nn.Parameter(words.settled() * 0.5)
+            live, words.weight = words.weight, nn.Parameter(words.weight.detach() * 0.5)
             seen.append(model(trained.program.ids(step if deeds["average"] < 0.5 else 500 + step)))
             words.weight = live
     if "load" in deeds:
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-    rows_VD = words.settled().clone()
+    rows_VD = words.weight.detach().clone()
     if "exchange" in deeds or ("untie" in deeds and trained.is_tied):
         trained.exchange(nn.Parameter(rows_VD * 0.5))
     if "grow" in deeds:

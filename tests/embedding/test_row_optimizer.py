@@ -83,7 +83,7 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
     assert rows.param_groups[0]["params"][0] is one.weight
     rows.param_groups[1]["lr"] = 0.25
     rows.add_param_group({"params": three, "lr": 1.0, "weight_decay": 0.5})
-    before = [t.settled().clone() for t in (one, two, three)]
+    before = [t.weight.detach().clone() for t in (one, two, three)]
     for t in (one, two, three):
         t(ALL).sum().backward()
     rows.step()
@@ -98,7 +98,7 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RowSGD(nn.Linear(2, 2).parameters(), lr=0.1), r"shape \(2,\) is not a table"),
+        (lambda: RowSGD(nn.Linear(2, 2).parameters(), lr=0.1), r"shape \(2, 2\) is not a table"),
         (lambda: RowSGD([nn.Linear(2, 2)], lr=0.1), "is not a table"),
         (lambda: RowSGD({}, lr=0.1), "no table"),
         (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
@@ -174,7 +174,7 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     state = first.state_dict()
     assert set(state) == {"state", "param_groups"}
     assert state["param_groups"][0]["params"] == [0]
-    two.settled().copy_(one.weight)
+    two.weight.detach().copy_(one.weight)
     own = {key: value.data_ptr() for key, value in second.states().items()}
     second.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert {key: value.data_ptr() for key, value in second.states().items()} == own  # in place
@@ -205,7 +205,7 @@ def test_frozen_rows_are_those_of_their_own_table() -> None:
 def test_adamw_counts_the_updates_of_each_table_by_itself(width: int) -> None:
     one, two = HostEmbedding(4, 8, name="one"), HostEmbedding(4, width, name="two")
     rows = row_optimizer("adamw", {"one": one, "two": two}, lr=0.1, weight_decay=0.1)
-    weight = nn.Parameter(two.settled().clone())
+    weight = nn.Parameter(two.weight.detach().clone())
     of_torch = torch.optim.AdamW([weight], lr=0.1, betas=(0.0, 0.999), weight_decay=0.1)
     for step in range(20):
         loss = one(torch.tensor([0, 1])).square().sum()
@@ -216,7 +216,7 @@ def test_adamw_counts_the_updates_of_each_table_by_itself(width: int) -> None:
         for optimizer in (rows, of_torch):
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(two.settled(), weight.detach())
+    torch.testing.assert_close(two.weight.detach(), weight.detach())
     assert [int(rows.states()[f"{name}.updates"]) for name in ("one", "two")] == [20, 3]
 
 
@@ -256,9 +256,9 @@ def test_a_weight_that_is_not_trained_gets_states_once_it_is(kind: str) -> None:
     rows.load_state_dict(rows.state_dict())
     one.weight.requires_grad_(True)
     backward(one)
-    before = one.settled().clone()
+    before = one.weight.detach().clone()
     rows.step()
-    assert not torch.equal(one.settled(), before)
+    assert not torch.equal(one.weight.detach(), before)
     assert rows.states().keys() == row_optimizer(kind, table(), lr=0.1).states().keys()
 
 
@@ -306,11 +306,11 @@ def test_rows_to_which_autograd_gives_no_gradient_are_not_trained(devices: str) 
     tables["b"](ids).sum().backward()
     rows.step()  # a mean, which would move the rows at a gradient of zeros
     rows.zero_grad()
-    before = tables["b"].settled().clone()
+    before = tables["b"].weight.detach().clone()
     region(*(region.rows(table, ids) for table in tables.values())).sum().backward()
     assert tables["b"].weight.grad is None
     rows.step()
-    assert torch.equal(tables["b"].settled(), before)
+    assert torch.equal(tables["b"].weight.detach(), before)
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
@@ -323,7 +323,7 @@ def test_hooks_on_a_table_get_one_tensor(devices: str) -> None:
     rows = region.rows(table, torch.arange(4))
     joined = rows if isinstance(rows, Tensor) else rows.joined(torch.device("cpu"), 0)
     torch.manual_seed(0)
-    assert torch.equal(joined, table.settled()[:4] + torch.rand(2))
+    assert torch.equal(joined, table.weight.detach()[:4] + torch.rand(2))
     region(rows).sum().backward()
     assert seen == [(4, 2)]
     assert table.weight.grad is not None

@@ -49,7 +49,7 @@ for threads in (1, 2):
                     rows.step()
                     rows.zero_grad()
                     sort_ids(ids, 50)
-                assert not table.settled()[3].any()
+                assert not table.weight.detach()[3].any()
     for bins, width in ((1, 8), (5, 3)):
         EmbeddedBins(torch.rand(4, bins + 1).sort().values, width, [1])(torch.randn(700, 5)).sum().backward()
     Draws((0, 0), np.arange(70)).chance(7, 0.5)

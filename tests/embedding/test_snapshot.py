@@ -19,7 +19,7 @@ ROWS, DIM = 400, 5
 
 
 def held(rows: torch.optim.Optimizer, name: str, table: HostEmbedding) -> dict[str, torch.Tensor]:
-    return {"weight": table.settled(), **rows.row_states(name)}  # type: ignore[attr-defined]
+    return {"weight": table.weight.detach(), **rows.row_states(name)}  # type: ignore[attr-defined]
 
 
 def step(rows: torch.optim.Optimizer, table: HostEmbedding, seed: int) -> None:
@@ -83,7 +83,7 @@ def test_an_update_that_would_take_too_much_memory_waits(
     one, may_write, done = trained(), threading.Event(), threading.Event()
     table = one.model["words"]
     assert one.rows is not None
-    before = table.settled().clone()
+    before = table.weight.detach().clone()
     with CheckpointWriter(tmp_path, one) as writer:
         path = writer.save({}, {}, first=may_write.wait)
         thread = threading.Thread(target=lambda: (step(one.rows, table, 1), done.set()))  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_a_table_that_is_also_changed_by_hand_is_copied_first(tmp_path: Path) ->
     table = one.model["words"]
     with CheckpointWriter(tmp_path, one) as writer, torch.no_grad():
         table.weight.mul_(0.5)
-        before = table.settled().clone()
+        before = table.weight.detach().clone()
         path = writer.save({}, {}, first=may_write.wait)
         table.weight.zero_()
         may_write.set()

@@ -24,12 +24,12 @@ from dphybrid.util.errors import UserError
 
 
 def changed(table: HostEmbedding, before: Tensor) -> list[int]:
-    rows: list[int] = (table.settled() != before).any(1).nonzero().squeeze(1).tolist()
+    rows: list[int] = (table.weight.detach() != before).any(1).nonzero().squeeze(1).tolist()
     return rows
 
 
 def trained(table: HostEmbedding, lr: float = 1.0) -> tuple[RowSGD, Tensor]:
-    return RowSGD(table.parameters(), lr=lr), table.settled().clone()
+    return RowSGD(table.parameters(), lr=lr), table.weight.detach().clone()
 
 
 def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:
@@ -50,7 +50,7 @@ def test_options_of_other_optimizers_are_refused() -> None:
         with pytest.raises(TypeError, match="unexpected keyword"):
             RowSGD(table.parameters(), lr=0.1, **options)  # type: ignore[arg-type]
     rows = RowSGD(table.parameters(), lr=0.0)
-    before = table.settled().clone()
+    before = table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     rows.step()
     assert not changed(table, before)
@@ -73,7 +73,7 @@ def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:
 
 def test_looked_up_rows_are_pooled_by_torch_which_checks_the_offsets() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([3, 3, 1])
-    dense = table.settled().clone().requires_grad_()
+    dense = table.weight.detach().clone().requires_grad_()
     for weight, rows, places in ((table.weight, table(ids), torch.arange(3)), (dense, dense, ids)):
         F.embedding_bag(places, rows, torch.tensor([0, 2]), mode="sum").square().sum().backward()
         assert weight.grad is not None
@@ -122,7 +122,7 @@ def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:
     table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
     table.ahead.expect([table.ahead.prepare(table.weight, ids)])
     ids[0] = 7
-    assert torch.equal(torch.cat(table.replica_rows(ids)), table.settled()[[7, 2]])
+    assert torch.equal(torch.cat(table.replica_rows(ids)), table.weight.detach()[[7, 2]])
 
 
 def test_a_clipped_gradient_is_clipped_once() -> None:
@@ -139,13 +139,13 @@ def test_state_and_groups_are_read_in_each_step() -> None:
     rows = RowAdagrad(table.parameters(), lr=1.0)
     table(ids).backward(torch.ones(1, 4))
     for _ in range(2):
-        before = table.settled().clone()
+        before = table.weight.detach().clone()
         rows.state.clear()
         rows.step()
-        torch.testing.assert_close(before[1] - table.settled()[1], torch.ones(4))
+        torch.testing.assert_close(before[1] - table.weight.detach()[1], torch.ones(4))
     assert rows.state[table.weight]["sum"][1] == 1
     rows.param_groups.clear()
-    before = table.settled().clone()
+    before = table.weight.detach().clone()
     rows.step()
     assert not changed(table, before)
 
@@ -157,7 +157,7 @@ def test_torchs_dense_optimizers_refuse_tables_and_its_sparse_ones_train_them() 
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse"):
         torch.optim.Adam(model.parameters()).step()
-    before = model[0].settled().clone()
+    before = model[0].weight.detach().clone()
     torch.optim.SparseAdam([model[0].weight]).step()
     assert changed(model[0], before) == [1]
 
@@ -205,7 +205,7 @@ def test_betas_without_a_correction_are_refused_whenever_they_are_set() -> None:
     for betas in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)):
         with pytest.raises(UserError, match="betas"):
             RowAdam(table.parameters(), betas=betas)
-    rows, before = RowAdam(table.parameters()), table.settled().clone()
+    rows, before = RowAdam(table.parameters()), table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     rows.param_groups[0]["betas"] = (1.0, 0.999)
     with pytest.raises(UserError, match=r"betas=\(1.0, 0.999\)"):

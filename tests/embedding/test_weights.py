@@ -134,7 +134,7 @@ def test_frozen_rows_have_no_gradient_however_it_is_made(devices: str, count: in
     table, _ = tables(padding=0)
     table.freeze_rows(range(count))
     assert table.frozen_rows == list(range(count))
-    region, before = DataParallel(layers(), devices), table.settled().clone()
+    region, before = DataParallel(layers(), devices), table.weight.detach().clone()
     untrained = list(range(count))
     torch.compile(table, backend="eager")(IDS).sum().backward()
     region(region.rows(table, IDS)).sum().backward()
@@ -142,25 +142,25 @@ def test_frozen_rows_have_no_gradient_however_it_is_made(devices: str, count: in
     assert not set(table.weight.grad._indices()[0].tolist()) & set(untrained)
     clip_grad_norm_(table.weight, 0.1)
     row_optimizer("adam", table, lr=0.1).step()
-    assert (table.settled() != before).any(1).nonzero()[:, 0].tolist() == list(range(count, 6))
+    assert (table.weight.detach() != before).any(1).nonzero()[:, 0].tolist() == list(range(count, 6))
 
 
 def test_rows_frozen_after_a_backward_are_left_out_of_its_gradient() -> None:
     table, _ = tables()
-    before = table.settled().clone()
+    before = table.weight.detach().clone()
     table(torch.arange(3)).sum().backward()
     table.freeze_rows([1])
     RowSGD(table, lr=1.0).step()
-    assert (table.settled() != before).any(1)[:3].tolist() == [True, False, True]
+    assert (table.weight.detach() != before).any(1)[:3].tolist() == [True, False, True]
 
 
 def test_a_penalty_over_the_whole_weight_leaves_frozen_rows_to_row_optimizers_unchanged() -> None:
     table, _ = tables(padding=2)
-    before = table.settled().clone()
+    before = table.weight.detach().clone()
     table.weight.square().sum().backward()
     clip_grad_norm_(table.weight, 1.0)
     RowSGD(table, lr=1.0).step()
-    assert (table.settled() == before).all(1).nonzero()[:, 0].tolist() == [2]
+    assert (table.weight.detach() == before).all(1).nonzero()[:, 0].tolist() == [2]
 
 
 def test_padding_of_a_collection_stays_frozen() -> None:
@@ -175,7 +175,7 @@ def test_padding_of_a_collection_stays_frozen() -> None:
 
 def test_a_weight_that_is_given_to_one_call_keeps_the_padding() -> None:
     table, _ = tables(padding=0)
-    weight = table.settled().clone().requires_grad_()
+    weight = table.weight.detach().clone().requires_grad_()
     functional_call(table, {"weight": weight}, (IDS,)).sum().backward()
     assert weight.grad is not None
     assert weight.grad.to_dense().any(1)[:3].tolist() == [False, True, True]

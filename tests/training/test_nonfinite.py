@@ -135,13 +135,13 @@ def test_the_first_tensor_that_is_no_number_is_named() -> None:
     found = not_finite(model, batch, loss, clipped=False)
     assert found == "the batch's dense_BN row 1 is inf"
 
-    table.settled()[5, 1] = math.nan
+    table.weight.detach()[5, 1] = math.nan
     found = not_finite(model, {}, loss, clipped=False)
     assert found == "table words row 5 is nan"
 
     model.zero_grad()
     with torch.no_grad():
-        table.settled()[5, 1] = 0.0
+        table.weight.detach()[5, 1] = 0.0
     loss = backward(model, table, 1e30)
     assert clip_grad_norm_(model.parameters(), 1.0) == math.inf
     found = not_finite(model, {}, loss, clipped=True)
