@@ -6,7 +6,6 @@ A data set is a view of prepared arrays: it has a length and fetches samples by 
 Letters: B samples, N draws per sample.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -99,44 +98,23 @@ class Draws:
         # The first call has no number, as when there was only one: a run that goes on sees the same numbers.
         return *self._seed, *of, kind, *([number] if number else [])
 
-    def _start(self) -> int:
-        """Return where the counter of the next call of `uniform` begins."""
-        return _start_of(self._key(29))
-
-    def uniform(self, num: int) -> Array:
+    def uniform(self, num: int, first: int | None = None) -> Array:
         """Return numbers (B, num) float64 in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of a counter.
+        first: compute only so many columns of them.
 
         They depend only on seed, epoch, call, sample and column: a resumed run, another batch size, and
-        processes
-        that share a batch see the same numbers.
+        processes that share a batch see the same numbers.
         """
-        x: Array = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
+        columns = np.arange(num if first is None else first)
+        x: Array = (self._index_B[:, None] * num + columns).astype(np.uint64)
         x *= np.uint64(0x9E3779B97F4A7C15)
-        x += np.uint64(self._start())
+        x += np.uint64(_start_of(self._key(29)))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x ^= x >> np.uint64(shift)
             x *= np.uint64(factor)
         x ^= x >> np.uint64(31)
         # The top 53 bits: as many as a float64 holds.
         return (x >> np.uint64(11)) * 2.0**-53
-
-    def chance(self, num: int, share: float) -> "Tensor":
-        """Return decisions (B, num) bool: `uniform(num) < share`, by a kernel that takes a tenth of the
-        time."""
-        import torch  # here, as `--help` imports this module and torch takes seconds
-
-        import dphybrid.kernels as kernels
-
-        index_B = torch.from_numpy(np.ascontiguousarray(self._index_B, np.int64))
-        chosen_BN = torch.empty((len(index_B), num), dtype=torch.bool)
-        limit = min(max(math.ceil(share * 2**53), 0), 2**53)
-        index = kernels.address(index_B, "draws", torch.int64, (len(index_B),))
-        chosen = kernels.address(chosen_BN, "draws", torch.bool, (len(index_B), num))
-        if not kernels.call(
-            "draw_chances", kernels.Draws(index, self._start(), limit, chosen, len(index_B), num)
-        ):
-            raise TypeError(f"draws: {num} numbers of each of {len(index_B)} samples")
-        return chosen_BN
 
     def integers(self, low: int, high: int, num: int) -> "Tensor":
         """Return whole numbers (B, num) int64 from low to high - 1, all equally likely; see `uniform`."""

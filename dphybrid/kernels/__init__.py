@@ -1,4 +1,4 @@
-"""Calls the C kernels of tables, dropout, bins, pairs and draws through ctypes: the compiled library, its
+"""Calls the C kernels of tables, bins and pairs through ctypes: the compiled library, its
 structs, thread teams, and the only place where a tensor becomes an address. Needs only torch.
 
 The caller of a kernel must check length and range of its arguments, and keep them alive during the call.
@@ -65,8 +65,8 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     return list(made.values())
 
 
-Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Bins, Pairs, Draws = _structs(
-    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "bins", "pairs", "draws"),
+Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Bins, Pairs = _structs(
+    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "bins", "pairs"),
 )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-_SOURCES = ("rows.c", "rules.h", "rows_of_types.h", "rows_of.h", "bins.h", "pairs.h", "draws.h")
+_SOURCES = ("rows.c", "rules.h", "rows_of_types.h", "rows_of.h", "bins.h", "pairs.h")
 # No fused multiply-add (-ffp-contract=off): it rounds once where other processors round twice. The two -fno
 # flags drop errno and trap handling that would keep loops from being vectorised; they change no result.
 _FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]

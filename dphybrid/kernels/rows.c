@@ -1,4 +1,4 @@
-/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also bins, pairs and draws.
+/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also bins and pairs.
  *
  * __init__.py calls them through ctypes, so they run without the GIL and use no Python API. The caller keeps all memory
  * alive and passes its sizes; here every id is compared with the number of rows before anything is written.
@@ -127,13 +127,6 @@ struct pairs { /* of `vectors` vectors a sample: first, if it is not NULL, and r
     const float *grad; /* of out */
     float *first_grad, *rows_grad;
     int64_t samples, vectors, dim;
-};
-
-struct draws {
-    const int64_t *index; /* numbers of the samples */
-    uint64_t start, limit;
-    uint8_t *out; /* samples x num, 0 or 1 */
-    int64_t samples, num;
 };
 
 /* ------------------------------------------------------------------ threads */
@@ -407,4 +400,3 @@ int update_rows(struct update *u)
 
 #include "bins.h"
 #include "pairs.h"
-#include "draws.h"

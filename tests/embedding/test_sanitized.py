@@ -22,9 +22,7 @@ FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 ZIG = [sys.executable, "-m", "ziglang", "cc"]
 
 DRIVER = """
-import numpy as np
 import torch
-from dphybrid.data.batches import Draws
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, clip_grad_norm_, row_optimizer
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
@@ -52,7 +50,6 @@ for threads in (1, 2):
                 assert not table.weight.detach()[3].any()
     for bins, width in ((1, 8), (5, 3)):
         EmbeddedBins(torch.rand(4, bins + 1).sort().values, width, [1])(torch.randn(700, 5)).sum().backward()
-    Draws((0, 0), np.arange(70)).chance(7, 0.5)
     for vectors, dim in ((1, 5), (5, 3), (128, 128)):
         given = torch.randn(9, vectors, dim, requires_grad=True), torch.randn(9, dim)
         Pairs(vectors)(given[0]).sum().backward()

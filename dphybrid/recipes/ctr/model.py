@@ -264,7 +264,7 @@ def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
     num_columns = len(info["num_ids"]) - int(info.get("num_bags", 0))
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        replaced_BF = draws.chance(num_columns, share)
+        replaced_BF = torch.from_numpy(draws.uniform(num_columns) < share)
         return {"ids_BF": batch["ids_BF"].masked_fill(replaced_BF, UNKNOWN_ID)}
 
     return draw

@@ -106,7 +106,7 @@ def training_histories(rows: Dataset, info: Mapping[str, Any], options: Retrieva
         drawn = dict[str, Tensor]()
         lengths_B, ids_BLF = batch["lengths_B"], batch["history_BLF"]
         if drops:
-            kept_BL = ~draws.chance(longest, share)[:, : ids_BLF.shape[1]]
+            kept_BL = torch.from_numpy(draws.uniform(longest, first=ids_BLF.shape[1]) >= share)
             num_B = (kept_BL & (torch.arange(kept_BL.shape[1]) < lengths_B[:, None])).sum(1)
             drawn["history_BLF"] = torch.where(kept_BL.unsqueeze(2), ids_BLF, padding_F)
             # The sum is then as large as that of the whole history, on average.
