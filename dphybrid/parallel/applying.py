@@ -51,35 +51,25 @@ def parallel_apply(
         )
 
     named = [{}] * count if kwargs is None else kwargs
+    at_once = (resolved.at_once if mode is None else mode == "threads") and count > 1 and not is_transformed()
+    enter = _thread_state(resolved, count) if at_once else lambda index: _on(resolved.replicas[index])
 
     def call(index: int) -> object:
         given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         before, _local.replica = running_replica(), index
         try:
-            return replicas[index](*arguments, **named[index])
+            with enter(index):
+                return replicas[index](*arguments, **named[index])
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {resolved.labels[index]}")
             raise
         finally:
             _local.replica = before
 
-    at_once = resolved.at_once if mode is None else mode == "threads"
-    if not at_once or count == 1 or is_transformed():
-        if resolved.home.type != "cuda":
-            return [call(index) for index in range(count)]
-        outputs = []
-        for index in range(count):
-            with _on(resolved.replicas[index]):
-                outputs.append(call(index))
-        return outputs
-    enter = _thread_state(resolved, count)
-
-    def call_in_thread(index: int) -> object:
-        with enter(index):
-            return call(index)
-
-    futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
+    if not at_once:
+        return [call(index) for index in range(count)]
+    futures = [_pool(count).submit(call, index) for index in range(count)]
     # Wait for all before raising: replicas that still run hold memory.
     wait(futures)
     return [future.result() for future in futures]

@@ -20,8 +20,8 @@ from dphybrid.parallel.nests import (
     Parts,
     Whole,
     batch_rows,
-    joined,
     leaves,
+    map_leaves,
     map_tensors,
     named_inputs,
     parts,
@@ -148,8 +148,11 @@ class DataParallel(nn.DataParallel):
         """Return the arguments with those named in `whole` wrapped in `Whole`. `Parts` in them are joined
         first."""
 
+        def joined(leaf: object) -> object:
+            return leaf.joined(self.devices.home, self.dim) if isinstance(leaf, Parts) else leaf
+
         def wrapped(name: str, value: object) -> object:
-            return Whole(joined(value, self.devices.home, self.dim)) if name in self.whole else value
+            return Whole(map_leaves(joined, value)) if name in self.whole else value
 
         names = itertools.chain(self._positional, itertools.repeat(""))
         positional = tuple(wrapped(name, value) for name, value in zip(names, inputs, strict=False))

@@ -111,11 +111,6 @@ def map_leaves(function: Callable[[Any], object], value: object) -> Any:
     return rebuilt([function(leaf) for leaf in of_value])
 
 
-def joined(value: object, device: torch.device, dim: int) -> Any:
-    """Return the nest with each `Parts` joined to one tensor on `device`."""
-    return map_leaves(lambda leaf: leaf.joined(device, dim) if isinstance(leaf, Parts) else leaf, value)
-
-
 def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
     """Return the nest with `function` applied to every tensor, and each `Whole` replaced by its value. Raises
     UserError for `Parts`."""

@@ -62,14 +62,13 @@ ACROSS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 @pytest.mark.parametrize(
-    ("make", "module"),
+    ("make", "module", "devices"),
     [
-        *((partial(Head, function), "1.after: its input") for function in ACROSS),
-        (Contrastive, "1: its output"),
-        (BatchSecond, "1.attention: its output"),
-        (partial(nn.Softmax, 0), "1: its output"),
+        *((partial(Head, function), "1.after: its input", "cpu*3") for function in ACROSS),
+        (Contrastive, "1: its output", "cpu"),
+        (BatchSecond, "1.attention: its output", "cpu*3"),
+        (partial(nn.Softmax, 0), "1: its output", "cpu"),
     ],
 )
 def test_the_module_that_computes_across_the_batch_is_named(
@@ -294,8 +293,16 @@ ALIKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ALIKE),
+        *(
+            (name, torch.float64)
+            for name in ("dropout", "noise", "recurrent", "batch norm", "forces", "complex")
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_trains_alike_split_and_unsplit_raises_no_alarm(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -411,12 +418,11 @@ WRITES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 @pytest.mark.parametrize("name", WRITES)
-def test_state_is_found_in_whatever_holds_it(name: str, devices: str) -> None:
+def test_state_is_found_in_whatever_holds_it(name: str) -> None:
     torch.manual_seed(0)
     module = WRITES[name]()
-    region = DataParallel(nn.Sequential(nn.Tanh(), module), devices)
+    region = DataParallel(nn.Sequential(nn.Tanh(), module), "cpu*3")
     before = copy.deepcopy(module.held)
     with pytest.raises(
         UserError, match=r"1\.held: its value|1: self\.held, which forward writes and replicas lose"
@@ -538,7 +544,7 @@ SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*8"])
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*8"])
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_tensor_is_found(name: str, devices: str) -> None:
     function, x, shared = SHARED[name]
