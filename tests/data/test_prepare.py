@@ -77,7 +77,6 @@ def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> Non
         (CLICKS, {"numeric": ("age",), "ignore": ("age",)}, ["'age'", "already named as numeric"]),
         (CLICKS, {"ignore": ("age", "city", "job")}, ["no column is left"]),
         (CLICKS.replace("\n25", "\n25,1,2"), {}, ["cannot be read", "line 7: 6 values, expected 4"]),
-        ("a,clicked\n", {"header": "yes"}, ["no rows"]),
         ("a,clicked\n1,1\n", {"header": "yes"}, ["has 1 row;"]),
     ],
 )

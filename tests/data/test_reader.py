@@ -227,15 +227,6 @@ def test_whole_numbers_since_1970_are_times(kind: str, tmp_path: Path) -> None:
             assert said in prepared.describe()
 
 
-def test_numbers_that_are_no_times_are_refused_as_such(tmp_path: Path) -> None:
-    body = "n,y\n" + "".join(f"{i * 3 % 50},{i % 2}\n" for i in range(60))
-    with refused("data.times: column 'n' holds 0.0, not a date or time"):
-        from_file_of(tmp_path, body, times=("n",))
-    body = "w,y\n" + "".join(f"{'ab'[i % 2]},{i // 2 % 2}\n" for i in range(60))
-    with refused("data.numeric: column 'w' holds 'a', not a number, in 48 of 48 rows"):
-        from_file_of(tmp_path, body, numeric=("w",))
-
-
 def test_ids_that_appear_late_are_not_merged(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     ids = np.r_[random.integers(1, 500, 22_000), 2**55 + random.integers(1, 60, 8_000)]

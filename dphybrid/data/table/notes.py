@@ -17,6 +17,7 @@ _DAYS = (
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 _STARTS_LIKE = r"^\W*(?:[A-Z]{2,3}\W)?\d|^[A-Za-z]{3,9} \d"
 """Begins with a digit, perhaps behind a sign or a currency, or with the name of a month."""
+_DIGITS_ALONE = '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64, strict=False)'
 _GROUPS = r"^[^\d,]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*$"
 
 
@@ -48,22 +49,16 @@ def remedy(name: str, texts: pl.Series) -> str:
         other = f", or {fits[1]!r}" if len(fits) > 1 else ""
         return f'dates such as {known[0]!r}; {column}.str.to_datetime("{fits[0]}", strict=False){other}'
     if _share(known.str.contains(_GROUPS)) > 0.5:
-        line = f'{column}.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64, strict=False)'
-        return f"numbers with groups of digits, such as {known[0]!r}; {line}"
+        return f"numbers with groups of digits, such as {known[0]!r}; {column}{_DIGITS_ALONE}"
     if _share(known.str.contains(r"^[^\d,]*\d+,\d+\D*$")) > 0.5:
         return f"numbers with decimal commas, such as {known[0]!r}; --data.decimal ,"
-    units = known.str.extract(r"([A-Za-z%°]+)\W*$").unique()
-    if len(units) > 1:
+    numbers = known.str.replace_all(r"[^\d.-]", "").cast(pl.Float64, strict=False)
+    has_units = known.str.extract(r"([A-Za-z%°]+)\W*$").n_unique() > 1
+    if has_units or known.str.contains(r"\d[-:/ ]\d|^0\d").any() or _share(numbers.is_not_null()) < _MOSTLY:
         return ""
-    if _share(known.str.replace_all(r"[^\d.-]", "").cast(pl.Float64, strict=False).is_not_null()) < _MOSTLY:
-        return ""
-    if known.str.contains(r"\d[-:/ ]\d|^0\d").any():
-        return ""
-    signs = known.str.replace_all(r"[\d.-]", "").unique().to_list()
-    what = f'.str.replace("{signs[0]}", "", literal=True)'
-    if len(signs) != 1:
-        what = '.str.replace_all(r"[^\\d.-]", "")'
-    return f"numbers with signs, such as {known[0]!r}; {column}{what}.cast(pl.Float64, strict=False)"
+    signs = known.str.replace_all(r"[\d.-]", "").unique()
+    one = f'.str.replace("{signs[0]}", "", literal=True).cast(pl.Float64, strict=False)'
+    return f"numbers with signs, such as {known[0]!r}; {column}{one if len(signs) == 1 else _DIGITS_ALONE}"
 
 
 def _read(texts: pl.Series, form: str) -> float:
