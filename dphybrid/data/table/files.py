@@ -4,7 +4,7 @@
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -138,6 +138,22 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
     return tuple(sorted(files))
 
 
+def find_parts(paths: Mapping[str, str | None]) -> list[tuple[Path, ...]]:
+    """Return the files of each part of the rows. paths: by field; None: the part has no files. Raises
+    UserError as `find_files` does, and for a file of two parts."""
+    parts, field_of = list[tuple[Path, ...]](), dict[Path, str]()
+    for field, path in paths.items():
+        parts.append(() if path is None else find_files(path, field))
+        files = [file.resolve() for file in parts[-1]]
+        if both := [file for file in files if file in field_of]:
+            raise UserError(
+                f"{field}={path}: {both[0]} is also among the files of {field_of[both[0]]}; a row cannot be "
+                "in both splits, so name different files"
+            )
+        field_of |= dict.fromkeys(files, field)
+    return parts
+
+
 def frame_digest(files: Iterable[Path]) -> str:
     """Return the digest of a saved frame's files, which names their folder."""
     parts = (bytes.fromhex(file_digest(file)) for file in sorted(files))
@@ -177,7 +193,7 @@ def read_rows(
     as_text: bool = False,
     on_progress: Progress | None = None,
 ) -> Rows:
-    """Return the rows of files. scratch: a folder for Parquet files, which must stay while rows are read.
+    """Return the rows of files. scratch: a folder for typed files, which must stay while rows are read.
 
     named: columns that the table must have, by which a header is known. as_text: cells of delimited files are
     not typed, as an encoder types those of new files. Raises UserError for files that cannot be read, and if
@@ -190,7 +206,7 @@ def read_rows(
     scratch.mkdir(parents=True, exist_ok=True)
     if on_progress:
         on_progress("read rows", 0, len(files))
-    targets = [scratch / f"rows-{number:05d}.parquet" for number in range(len(files))]
+    targets = [scratch / f"rows-{number:05d}" for number in range(len(files))]
     match kind:
         case "csv":
             parts = read_csv(files, targets, data, named, as_text)

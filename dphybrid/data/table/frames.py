@@ -42,10 +42,6 @@ _WRITTEN = (".parquet", ".csv")
 """Endings of the files that predictions can be written to."""
 _PYTHON = (type(None), bool, int, float, str, bytes, date, time, timedelta, Decimal, list, dict)
 """Types of Python that a column can hold."""
-KINDS = (
-    "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
-    "records, or a path"
-)
 
 
 def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
@@ -82,7 +78,10 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         raise UserError(f"{where}: {error}") from error
     except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: cannot be read as a table: {error}") from error
-    raise UserError(f"{where}: is {type_text(data)}; give {KINDS}")
+    raise UserError(
+        f"{where}: is {type_text(data)}; give a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow "
+        "table, a dict of columns, a list of records, or a path"
+    )
 
 
 def _column(name: str, values: Any) -> pl.Series:
@@ -231,6 +230,28 @@ def table_target(out: str | Path, files: Sequence[Path]) -> Path:
     return target
 
 
+@contextmanager
+def new_rows(files: Sequence[Path], data: RowFiles, named: Sequence[str] = ()) -> Iterator[Rows]:
+    """Read files, for the block, as an encoder takes new ones: texts stay texts. named: columns by which a
+    header is known. Raises UserError as `read_rows` does."""
+    with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
+        yield read_rows(files, data, scratch, named, as_text=True)
+
+
+@contextmanager
+def rows_of(path: str, data: RowFiles, named: Sequence[str] = ()) -> Iterator[Rows]:
+    """Read the files that a path names as `new_rows` does. Raises UserError also for rows that cannot be
+    read, as others would take their places."""
+    every = data.model_copy(update={"max_rejected": 1.0})
+    with new_rows(find_files(path, "data.path"), every, named) as rows:
+        for first in rows.rejected:
+            raise UserError(
+                f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or "
+                "remove it, or use predict_file, which writes line numbers"
+            )
+        yield rows
+
+
 def write_predictions(
     files: Sequence[Path],
     data: RowFiles,
@@ -247,8 +268,7 @@ def write_predictions(
     UserError for such a column that the files lack or the predictions have, and as `read_rows` and
     `write_frames` do; nothing is left at `done.out` then.
     """
-    with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
-        rows = read_rows(files, data, scratch, named, as_text=True)
+    with new_rows(files, data, named) as rows:
         names, (of_file, lines) = rows.names, rows.lines()
         if absent := [name for name in keep if name not in names]:
             raise UserError(f"--keep {absent[0]}: {files[0]} has no such column; columns: {', '.join(names)}")
@@ -274,22 +294,6 @@ def write_predictions(
         first = next(chunks)
         write_frames(chain([first], chunks), dict(first.schema), done.out, rows.rejected)
         done.num_rejected = len(rows.rejected)
-
-
-@contextmanager
-def rows_of(path: str, data: RowFiles, named: Sequence[str] = ()) -> Iterator[Rows]:
-    """Read the files that a path names, for the block, as an encoder takes new files: texts stay texts.
-    Raises UserError as `read_rows` does, and for rows that cannot be read, as others would take their
-    places."""
-    with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
-        every = data.model_copy(update={"max_rejected": 1.0})
-        rows = read_rows(find_files(path, "data.path"), every, scratch, named, as_text=True)
-        for first in rows.rejected:
-            raise UserError(
-                f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or "
-                "remove it, or use predict_file, which writes line numbers"
-            )
-        yield rows
 
 
 def write_frames(

@@ -18,7 +18,7 @@ from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Progress, Source, check_unchanged, file_stamps, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, open_base
-from dphybrid.data.table.files import Rows, find_files, names_of, partitions, read_rows
+from dphybrid.data.table.files import Rows, find_parts, names_of, partitions, read_rows
 from dphybrid.data.table.kinds import Bag, Category, Column, Ignore, column_of
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
@@ -323,17 +323,9 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
             "data.path is not set; give a CSV, TSV or Parquet file: --data.path clicks.csv "
             "--data.label clicked"
         )
-    found, taken = list[tuple[Path, ...]](), dict[Path, str]()
-    for field, path in (("path", data.path), ("valid_path", data.valid_path), ("test_path", data.test_path)):
-        found.append(find_files(path, f"data.{field}") if path else ())
-        for file in (file.resolve() for file in found[-1]):
-            if file in taken:
-                raise UserError(
-                    f"data.{field}={path}: {file} is also among the files of {taken[file]}; a row cannot be "
-                    "in both splits, so name different files"
-                )
-        taken |= dict.fromkeys((file.resolve() for file in found[-1]), f"data.{field}")
-    source = TableSource(data, seed, *found)
+    fields = ("path", "valid_path", "test_path")
+    parts = find_parts({f"data.{field}": getattr(data, field) for field in fields})
+    source = TableSource(data, seed, *parts)
     with reading_files():
         source.check()
     return source

@@ -22,7 +22,7 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import Content, Prepared, Progress, Source
-from dphybrid.data.table.files import Rejected, check_rejected, find_files, partitions, read_rows
+from dphybrid.data.table.files import Rejected, check_rejected, find_parts, partitions, read_rows
 from dphybrid.data.table.kinds import form_as
 from dphybrid.data.table.named import complete_rows, named_columns
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, latest_rows, random_rows
@@ -302,15 +302,9 @@ def sample(seed: int) -> pl.DataFrame:
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
     """Find the files of interactions. Raises UserError for a missing path and an empty file."""
-    files = () if data.path is None else find_files(data.path, "data.path")
-    tested = () if data.test_path is None else find_files(data.test_path, "data.test_path")
+    files, tested = find_parts({"data.path": data.path, "data.test_path": data.test_path})
     if tested and not files:
         raise UserError(f"data.test_path={data.test_path}: set data.path, too; the sample has no test part")
-    if both := {file.resolve() for file in files} & {file.resolve() for file in tested}:
-        raise UserError(
-            f"data.test_path={data.test_path}: {min(both)} is also among the files of data.path; name "
-            "different files"
-        )
     return _InteractionSource(data, seed, files, tested)
 
 

@@ -12,7 +12,6 @@ of a user, N users and places, flat.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,16 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread
-from dphybrid.data.table.files import find_files, read_rows
-from dphybrid.data.table.frames import Written, as_frame, of_objects, rows_of, table_target, write_frames
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import (
+    Written,
+    as_frame,
+    new_rows,
+    of_objects,
+    rows_of,
+    table_target,
+    write_frames,
+)
 from dphybrid.data.table.values import Form, as_names, in_time, typed
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
@@ -34,7 +41,6 @@ from dphybrid.recipes.retrieval.data import HeldDataset, part_lists
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
-from dphybrid.util.files import scratch_folder
 from dphybrid.util.threads import use_num_threads
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
@@ -220,8 +226,7 @@ class Recommender:
         done = _Recommended(table_target(out, files), top=top)
         section = self._data.model_dump() | {"path": str(path)} | values
         data: Any = build_config({"recipe": self._recipe, "data": section}).data
-        with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
-            rows = read_rows(files, data, scratch, [data.user], as_text=True)
+        with new_rows(files, data, [data.user]) as rows:
             people = self._from_events(self._events(rows.frame, data))
         done.num_rows, done.num_rejected = len(people), len(rows.rejected)
         done.unknown = int((~self._has_vector(people)).sum())
