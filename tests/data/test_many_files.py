@@ -142,6 +142,8 @@ def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "clicks", name, lines())
     with refused(r"b\.csv is also among the files of data\.path"):
         ctr(tmp_path, tmp_path / "clicks", valid_path=str(tmp_path / "clicks/b*"))
+    with refused("data.path='': is empty; give a path"):
+        ctr(tmp_path, "")
 
 
 def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: Path) -> None:

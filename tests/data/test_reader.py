@@ -2,6 +2,7 @@
 
 import gzip
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ def known_of(prepared: Prepared, name: str) -> set[str]:
     return {*column.learned}
 
 
+DAY = date(2024, 2, 3)
 LATE = 21_000
 """Rows before a surprise: more than those from which the reader infers types."""
 
@@ -167,6 +169,21 @@ def test_columns_come_and_go_between_files(tmp_path: Path) -> None:
     assert "3.csv has no column site: no value in its rows" in prepared.describe()
     assert (prepared.arrays["ids_BF"][400:] == 0).all()
     assert len(prepared.arrays["labels_B"]) == 600
+
+
+def test_a_column_without_values_in_one_file_has_the_type_of_the_others(tmp_path: Path) -> None:
+    types = {
+        "int": pl.Series([7]),
+        "text": pl.Series(["x"]),
+        "list": pl.Series([["x"]]),
+        "day": pl.Series([DAY]),
+    }
+    files = [tmp_path / f"{number}.parquet" for number in range(3)]
+    for file, cells in zip(files, (types, dict.fromkeys(types), types), strict=True):
+        pl.DataFrame(cells).write_parquet(file)
+    rows = read_rows(files, TableDataConfig(path=str(tmp_path)), tmp_path / "scratch")
+    assert [*rows.frame.collect_schema().values()] == [cells.dtype for cells in types.values()]
+    assert rows.column("list").to_list() == [["x"], None, ["x"]]
 
 
 def test_a_base_goes_on_when_columns_come_and_go(tmp_path: Path) -> None:

@@ -137,38 +137,38 @@ def _sniff(
     head = head_of(file)
     if not head.strip(b"\xef\xbb\xbf \t\r\n"):
         raise UserError(f"data.path={file}: is empty; give a file with rows")
-    said = {
+    flags = {
         "delim": data.delimiter,
         "quote": "" if data.quote == "none" else data.quote,
         "header": {"yes": True, "no": False}.get(data.header, "auto"),
         "dateformat": data.dateformat or "auto",
         "timestampformat": data.dateformat or "auto",
     }
-    given = {
+    fixed = {
         "compression": _packing_of(file),
         "encoding": _encoding_of(head, data.encoding),
         "hive_partitioning": False,
         "decimal_separator": data.decimal.replace("auto", "."),
         # Cells may have a blank before them.
         "nullstr": ["", *data.no_value, *(f" {text}" for text in data.no_value)],
-        **{name: value for name, value in said.items() if value != "auto"},
+        **{name: value for name, value in flags.items() if value != "auto"},
     }
     with _duckdb(file, "", _REMEDY) as database:
-        found, types = _sniffed(database, file, given)
-        rows = _texts(database, file, found, len(types), 1 if as_text else _SNIFFED)
+        options, types = _sniffed(database, file, fixed)
+        rows = _texts(database, file, options, len(types), 1 if as_text else _SNIFFED)
         first = [(text or "").strip().removeprefix("\ufeff") for text in rows.row(0)] if len(rows) else []
-        if data.header == "auto" and (header := _is_header(first, found, named, as_text)) != found["header"]:
-            found, types = _sniffed(database, file, given | {"header": header})
-        if data.quote == "auto" and not found["quote"] and b'"' not in head:
-            found |= {"quote": '"', "escape": '"'}  # of which the first rows have none
+        header = options["header"] if data.header != "auto" else _is_header(first, options, named, as_text)
+        if header != options["header"]:
+            options, types = _sniffed(database, file, fixed | {"header": header})
+        if data.quote == "auto" and not options["quote"] and b'"' not in head:
+            options |= {"quote": '"', "escape": '"'}  # of which the first rows have none
         # With another separator than the comma, decimals may have one: if more columns are numbers then.
-        if data.decimal == "auto" and not as_text and found["delim"] != "," and "VARCHAR" in types:
-            with_commas = _sniffed(database, file, found | {"decimal_separator": ","})
+        if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
+            with_commas = _sniffed(database, file, options | {"decimal_separator": ","})
             if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
-                found, types = found | {"decimal_separator": ","}, with_commas[1]
-    header = found["header"]
+                options, types = options | {"decimal_separator": ","}, with_commas[1]
     names = _names(file, first, named) if header else tuple(map(str, range(len(types))))
-    notes = _unusual(found, names)
+    notes = _unusual(options, names)
     if as_text:
         types = ["VARCHAR"] * len(types)
     else:
@@ -176,7 +176,7 @@ def _sniff(
     # As ids, 007 and 7 differ, which only texts tell.
     of_ids = {name for name in names if NAMES_AN_ID.search(name)}
     types = ["DIGITS" if t == "BIGINT" and n in of_ids else t for n, t in zip(names, types, strict=True)]
-    return Dialect(found, names, tuple(types), tuple(notes))
+    return Dialect(options, names, tuple(types), tuple(notes))
 
 
 def _sniffed(database: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

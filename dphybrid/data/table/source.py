@@ -109,10 +109,8 @@ class TableSource(Source):
     @property
     def named(self) -> list[str]:
         """The columns that the table must have."""
-        data = self.data
-        names = [self.label_name, data.weight or "", data.split_column or ""]
-        names += [name for field, name in data.named_columns if field in ROLE_FIELDS and field != "ignore"]
-        return [name for name in dict.fromkeys(names) if name]
+        names = [name for field, name in self.data.named_columns if field != "ignore"]
+        return [name for name in dict.fromkeys([self.label_name, *names]) if name]
 
     def check(self) -> None:
         """Raise UserError if the columns of the first file do not fit the config."""
