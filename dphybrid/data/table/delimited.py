@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain, count
 from pathlib import Path
 from tempfile import gettempdir
@@ -116,6 +116,7 @@ def read_csv(
         if not wrong:
             break
         types |= {name: "DIGITS" if types[name] == "BIGINT" else "VARCHAR" for name in wrong}
+    _database.cache_clear()  # its threads and 30 MB
     for part in parts:
         names = [name for name in part.frame.collect_schema() if types[name] == "DIGITS"]
         numbers = {name: dtype for name in names if (dtype := _type_of_digits(part.frame, name))}
@@ -126,15 +127,15 @@ def read_csv(
 def dialect_of(file: Path, data: RowFiles, named: Sequence[str], as_text: bool = False) -> Dialect:
     """Return how a file is written, and the types of its columns, by the first rows. Raises UserError."""
     stat = file.stat()
-    # Commands check their data before they import torch, and soon prepare it.
-    return _sniff(file, (stat.st_size, stat.st_mtime_ns), data, tuple(named), as_text)
+    with _reading(file, "", _REMEDY):
+        return _sniff(file, (stat.st_size, stat.st_mtime_ns), data, tuple(named), as_text)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # Commands check their data before they import torch, and soon prepare it.
 def _sniff(
     file: Path, _stamp: tuple[int, int], data: RowFiles, named: tuple[str, ...], as_text: bool
 ) -> Dialect:
-    head = head_of(file)
+    head, database = head_of(file), _database().cursor()
     if not head.strip(b"\xef\xbb\xbf \t\r\n"):
         raise UserError(f"data.path={file}: is empty; give a file with rows")
     flags = {
@@ -153,20 +154,19 @@ def _sniff(
         "nullstr": ["", *data.no_value, *(f" {text}" for text in data.no_value)],
         **{name: value for name, value in flags.items() if value != "auto"},
     }
-    with _duckdb(file, "", _REMEDY) as database:
-        options, types = _sniffed(database, file, fixed)
-        rows = _texts(database, file, options, len(types), 1 if as_text else _SNIFFED)
-        first = [(text or "").strip().removeprefix("\ufeff") for text in rows.row(0)] if len(rows) else []
-        header = options["header"] if data.header != "auto" else _is_header(first, options, named, as_text)
-        if header != options["header"]:
-            options, types = _sniffed(database, file, fixed | {"header": header})
-        if data.quote == "auto" and not options["quote"] and b'"' not in head:
-            options |= {"quote": '"', "escape": '"'}  # of which the first rows have none
-        # With another separator than the comma, decimals may have one: if more columns are numbers then.
-        if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
-            with_commas = _sniffed(database, file, options | {"decimal_separator": ","})
-            if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
-                options, types = options | {"decimal_separator": ","}, with_commas[1]
+    options, types = _sniffed(database, file, fixed)
+    rows = _texts(database, file, options, len(types), 1 if as_text else _SNIFFED)
+    first = [(text or "").strip().removeprefix("\ufeff") for text in rows.row(0)] if len(rows) else []
+    header = options["header"] if data.header != "auto" else _is_header(first, options, named, as_text)
+    if header != options["header"]:
+        options, types = _sniffed(database, file, fixed | {"header": header})
+    if data.quote == "auto" and not options["quote"] and b'"' not in head:
+        options |= {"quote": '"', "escape": '"'}  # of which the first rows have none
+    # With another separator than the comma, decimals may have one: if more columns are numbers then.
+    if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
+        with_commas = _sniffed(database, file, options | {"decimal_separator": ","})
+        if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
+            options, types = options | {"decimal_separator": ","}, with_commas[1]
     names = _names(file, first, named) if header else tuple(map(str, range(len(types))))
     notes = _unusual(options, names)
     if as_text:
@@ -290,7 +290,8 @@ def _typed(
     columns = {f"c{i}": _READ_AS.get(kind, kind) for i, kind in enumerate(kinds)}
     how = {**options, "auto_detect": False, "columns": columns, "store_rejects": True, "rejects_limit": 0}
     cells = ", ".join(f"nullif(trim({n}), '') AS {n}" if t == "VARCHAR" else n for n, t in columns.items())
-    with _duckdb(file, "", _REMEDY) as database:
+    database = _database().cursor()  # which has the table of errors for itself
+    with _reading(file, "", _REMEDY):
         rows = _query(database, "read_csv", file, how, f"SELECT {cells}")
         if file.stat().st_size < _SMALL and options["compression"] == "none":
             with writing(target):  # which takes a fifth less time in all
@@ -362,7 +363,8 @@ def read_json(file: Path, target: Path) -> Part:
     JSON."""
     how: dict[str, Any] = {"format": "newline_delimited", "sample_size": -1, "compression": _packing_of(file)}
     remedy = "correct the line, or save the table as CSV or Parquet"
-    with _duckdb(file, " as JSON lines", remedy) as database:
+    with _reading(file, " as JSON lines", remedy):
+        database = _database().cursor()
         found = _query(database, "read_json", file, how)
         # Integers beyond 64 bits would become fractions in Parquet.
         types = [re.sub("U?HUGEINT", "VARCHAR", str(kind)) for kind in found.types]
@@ -434,16 +436,23 @@ def _unpackable(file: Path, why: object) -> UserError:
     )
 
 
+@cache
+def _database() -> Any:
+    """A database in memory, which loads nothing from the network. One for all files, as making it takes 40 ms
+    of CPU time; `read_csv` closes it."""
+    import duckdb
+
+    return duckdb.connect(config={"autoinstall_known_extensions": False, "temp_directory": gettempdir()})
+
+
 @contextmanager
-def _duckdb(file: Path, what: str, remedy: str) -> Iterator[Any]:
-    """Connect to a database in memory, which loads nothing from the network. Raises UserError with the remedy
-    if it cannot read the file in the block, OSError if the disk is full."""
+def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
+    """Raise UserError with the remedy if DuckDB cannot read a file in the block, OSError if the disk is
+    full."""
     import duckdb
 
     try:
-        config: dict[str, Any] = {"autoinstall_known_extensions": False, "temp_directory": gettempdir()}
-        with duckdb.connect(config=config) as database:
-            yield database
+        yield
     except duckdb.Error as error:
         why, words = str(error).strip().partition("\n")[0], str(error).lower()
         if "write" in words and ("space" in words or "too large" in words):
