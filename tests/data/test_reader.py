@@ -129,6 +129,7 @@ def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> No
         ("x.csv", b"a,b\n" + b"1,\xe9\n" * 30, "not UTF-8 text; set data.encoding"),
         ("x.csv.gz", gzip.compress(b"a,b\n1,2\n" * 3000, mtime=0)[:-9], "not a complete gzip file"),
         ("x.jsonl", b'{"a": 1}\n{"a": }\n', "cannot be read as JSON lines"),
+        ("x.jsonl", b'{"a": "\xe9"}\n', "or its first line is not JSON in UTF-8; write JSON lines"),
         ("x.jsonl", b'{"a": 1, "A": 2}\n', "'a' and 'A' differ only in case; rename one"),
         ("x.parquet", b"PAR1 and no table", "cannot be read as Parquet"),
         ("x.csv", b"PK\x03\x04", "an Excel or zip file"),

@@ -302,8 +302,11 @@ def _format_of(file: Path) -> str:
     text = head_of(file).lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"{" and json_names(file):
         return "json"
-    if text[:1] in (b"{", b"[") and ".json" in file.suffixes:
-        raise UserError(f"data.path={file}: is one JSON value; write JSON lines, with one object a line")
+    if text[:1] in (b"{", b"[") and {".json", ".jsonl", ".ndjson"} & {*file.suffixes}:
+        raise UserError(
+            f"data.path={file}: is one JSON value, or its first line is not JSON in UTF-8; write JSON lines, "
+            "with one object a line"
+        )
     return "csv"
 
 
