@@ -16,12 +16,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     SerializeAsAny,
-    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -46,6 +46,8 @@ def _split_names(value: object) -> object:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+# Stored as parsed: lower case and without blanks.
+DeviceText = Annotated[str, AfterValidator(lambda text: parse_device_spec(text).text)]
 
 
 class Section(BaseModel):
@@ -278,7 +280,7 @@ class ExperimentConfig(Section):
     recipe: str = "text"
     """Kind of experiment: a recipe's name, or your own as `package.module:NAME`. It determines the default of
     every value that you do not set."""
-    devices: str = "auto"
+    devices: DeviceText = "auto"
     """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0,
     cuda:0,cuda:1, cuda:0*4 (four virtual devices on one GPU)."""
     # Without SerializeAsAny pydantic dumps only the fields of the declared class, not the recipe's own. The
@@ -303,12 +305,6 @@ class ExperimentConfig(Section):
                 "leave one of them out"
             )
         return self
-
-    @field_validator("devices")
-    @classmethod
-    def _devices_parse(cls, value: str) -> str:
-        # Stored as parsed: lower case and without blanks.
-        return parse_device_spec(value).text
 
 
 def merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dotenv import dotenv_values
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.config import DeviceText
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import given_path, keep_private, read_own_text
 from dphybrid.util.hours import parse_training_hours
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     data_dir: Path = Path("~/.dphybrid")
     """Folder for prepared data, checkpoints and the default MLflow store."""
-    devices: str = "auto"
+    devices: DeviceText = "auto"
     """Devices of experiments with devices=auto."""
     threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads for torch. 0: torch decides, or the recipe (an LSTM of text: one). With a fixed number, CPU
@@ -150,11 +150,6 @@ class Settings(BaseSettings):
         if value and not value.isprintable():
             raise ValueError("has a character that no address has; correct it")
         return value
-
-    @field_validator("devices")
-    @classmethod
-    def _parse(cls, value: str) -> str:
-        return parse_device_spec(value).text
 
     @field_validator("profile")
     @classmethod

@@ -16,7 +16,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import REFUSED, waiting
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.run import job
-from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
+from dphybrid.run.folder import FLOW_RUN_TAG, FLOW_RUN_URL_TAG, Run, attached, find_tagged_run
 from dphybrid.run.pages import Report
 from dphybrid.util.alive import alive
 from dphybrid.util.files import disk_errors_told
@@ -133,7 +133,6 @@ def trained(
         resume=resume,
         tags=_tags() | (tags or {}),
         stop=stop,
-        links=_links(),
         prepared=prepared,
         around=_InFlow(stop),
     )
@@ -148,14 +147,10 @@ def _tags() -> dict[str, str]:
         "prefect.flow_run_name": run.name,
         "prefect.deployment_id": deployment.id,
         "mlflow.source.name": "train-hybrid",
+        # Without a deployment the server may be a temporary one: it ends with the run, and a link to it would
+        # be dead.
+        FLOW_RUN_URL_TAG: run.ui_url if deployment.id else None,
     }
     with suppress(*REFUSED):  # only the name needs a request to the server, which may be unreachable
         found["prefect.deployment_name"] = deployment.name
     return {name: str(value) for name, value in found.items() if value}
-
-
-def _links() -> dict[str, str]:
-    # Without a deployment the server may be a temporary one: it ends with the run, and a link to it would be
-    # dead.
-    address = runtime.flow_run.ui_url if runtime.deployment.id else None
-    return {"Prefect flow run": address} if address else {}

@@ -26,6 +26,8 @@ from dphybrid.util.pages import Page
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 """Tag of a run: the flow run that trains it."""
+FLOW_RUN_URL_TAG = "prefect.flow_run_url"
+"""Tag of a run: the address of that flow run's page."""
 
 
 class RunPage(Page):
@@ -35,7 +37,6 @@ class RunPage(Page):
         uid: Names the run in the data folder's list of its own runs.
         config: The experiment's values.
         created: ISO time.
-        links: Name -> address, shown on the run's page in MLflow.
     """
 
     DEPTH: ClassVar[int] = 2
@@ -46,7 +47,6 @@ class RunPage(Page):
     devices: str = "auto"
     prepared: str = ""
     data_digest: str = ""
-    links: dict[str, str] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     created: str
     uid: str = ""
@@ -177,8 +177,7 @@ def adopt(settings: Settings, name: str) -> Run:
         tags = {FOLDER_TAG: str(folder.absolute())}
         with closing(open_run_tracker(settings, run.page.recipe)) as tracker:
             run_id = tracker.adopt(name, tags)
-        new = {"run_id": run_id, "tags": {}, "links": {}}
-        page = run.page.model_copy(update={**new, "uid": enter(folder)})
+        page = run.page.model_copy(update={"run_id": run_id, "tags": {}, "uid": enter(folder)})
         page.write(folder / "run.json")
     return Run(folder, page, settings)
 

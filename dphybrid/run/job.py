@@ -94,7 +94,6 @@ def run_job(
     tags: dict[str, str] | None = None,
     stop: StopRequest | None = None,
     callbacks: Sequence[Callback] = (),
-    links: dict[str, str] | None = None,
     prepared: str | None = None,
     around: Around | None = None,
 ) -> Report:
@@ -128,7 +127,7 @@ def run_job(
 
         def build() -> Experiment:
             ready, every = replace(experiment, devices=devices.text), devices.tags | (tags or {})
-            built = held.enter_context(build_run(ready, run_name=run_name, tags=every, links=links))
+            built = held.enter_context(build_run(ready, run_name=run_name, tags=every))
             around.built(built.run)
             return built
 
@@ -181,14 +180,13 @@ def build_run(
     *,
     run_name: str | None = None,
     tags: dict[str, str] | None = None,
-    links: dict[str, str] | None = None,
 ) -> Iterator[Experiment]:
     """Build the model once; create the run folder and its MLflow run, or reopen those of the run to resume.
     Yield the experiment with its run, whose lock is held from its folder on to the end of the block.
 
     If it is interrupted from then on, the MLflow run ends as KILLED, and the Interrupted gets the run's name;
-    if it fails, as FAILED. tags: more tags for the MLflow run. links: name -> address, shown on the run's
-    page (the flow run, say). Raises UserError when another process runs the run, or when the disk is full.
+    if it fails, as FAILED. tags: more tags for the MLflow run. Raises UserError when another process runs the
+    run, or when the disk is full.
     """
     run, remedy = experiment.found, "then continue with --resume"
     with ExitStack() as held:
@@ -197,7 +195,7 @@ def build_run(
                 held.enter_context(holding(run.folder))
         try:
             with disk_errors_told(remedy if run else ""):
-                run = _begun(experiment, held, run_name, experiment.engine.tags(tags or {}), links or {})
+                run = _begun(experiment, held, run_name, experiment.engine.tags(tags or {}))
             with disk_errors_told(remedy):
                 yield replace(experiment, found=run)
         except BaseException as error:
@@ -209,13 +207,7 @@ def build_run(
             raise
 
 
-def _begun(
-    experiment: Experiment,
-    held: ExitStack,
-    run_name: str | None,
-    tags: Mapping[str, str],
-    links: Mapping[str, str],
-) -> Run:
+def _begun(experiment: Experiment, held: ExitStack, run_name: str | None, tags: Mapping[str, str]) -> Run:
     """Begin a run, whose lock `held` gets, or continue one."""
     settings, config, data = experiment.settings, experiment.config, experiment.data
     previous = experiment.found
@@ -250,7 +242,6 @@ def _begun(
             "devices": devices.text,
             "prepared": str(data.path),
             "data_digest": data.digest,
-            "links": {**page.links, **links},
             "tags": {**page.tags, **tags},
         }
     )

@@ -37,13 +37,10 @@ class ResultPage(TrainedPage):
 
     checkpoint: str
     steps: int
-    epochs: int
     devices: str
     system: dict[str, float]
     history: list[dict[str, float]]
-    best_value: float | None
     steps_timed: int
-    steps_per_epoch: int
 
     @classmethod
     def before(cls, run_folder: Path) -> Self | None:
@@ -69,7 +66,6 @@ class Report(TrainedPage):
     """The report of a run; `--report FILE` writes it as JSON.
 
     Attributes:
-        stages_ms: Milliseconds of an average step.
         beside: The comparison with the baseline, as text.
         page: Its file.
         registered_as: "" if the model is not in the registry; not_registered then says why.
@@ -89,7 +85,6 @@ class Report(TrainedPage):
     page: str = ""
     registered_as: str
     not_registered: str = ""
-    stages_ms: dict[str, float] = Field(default_factory=dict)
     warnings: list[str]
     digests: dict[str, str]
     text: str = ""

@@ -14,13 +14,12 @@ from dphybrid.data import rows_of_batch
 from dphybrid.data.store import PARTS
 from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import attached
+from dphybrid.run.folder import FLOW_RUN_URL_TAG, attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, TrainedPage
 from dphybrid.tracking.html import Line, bars, html_of, lines, matrix
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state, step_of
-from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
@@ -42,7 +41,6 @@ def report_run(experiment: Experiment) -> Report:
     best = Path(result.best_checkpoint)
     in_first_split = sum(row.number == 1 for row in result.splits)
     replicas = engine.num_parts(result.devices, in_first_split)
-    in_step = {stage: s for stage, s in result.stages.items() if stage not in NOT_A_STEP}
     # Closed whatever happens: an open tracker holds the record, and a run resumed in this process could not
     # send its records.
     with closing(attached(run)) as tracker:
@@ -63,7 +61,6 @@ def report_run(experiment: Experiment) -> Report:
             page=str(tracker.page or ""),
             registered_as="" if refused else name,
             not_registered=f"{name}: {refused}" if refused else "",
-            stages_ms={s: 1e3 * t / result.steps_timed for s, t in in_step.items() if result.steps_timed},
             warnings=balance_warnings(
                 [row.table_row() for row in result.splits], replicas, result.system, result.stages
             ),
@@ -141,7 +138,6 @@ def _closing_words(report: Report) -> str:
 def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
     total, step_ms = sum(report.stages.values()), report.step_ms
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in report.stages.items()}
-    summary |= {f"timing_mean/{stage}_ms": value for stage, value in report.stages_ms.items()}
     if rows := [row.rows for row in report.splits if row.number == 1]:
         summary |= {"split/replicas_used": len(rows)}
         summary |= {"split/rows_max": max(rows), "split/rows_min": min(rows)}
@@ -193,9 +189,9 @@ def _description(experiment: Experiment, report: Report) -> str:
         "Floor": report.beside or "none",
         "Doubts": " ".join(doubts) or "none",
     }
-    # Addresses may come from others; MLflow's page would run `javascript:` in one.
-    links = experiment.run.page.links.items()
-    parts = [f"{as_markdown(name)}: <{to}>" for name, to in links if to.startswith(("http://", "https://"))]
+    flow_run = experiment.run.page.tags.get(FLOW_RUN_URL_TAG, "")
+    # The page may come from others; MLflow would run `javascript:` in an address.
+    parts = [f"Prefect flow run: <{flow_run}>"] if flow_run.startswith(("http://", "https://")) else []
     parts.append("\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in summary.items()))
     for title, text in blocks:
         if title == "How batches were split":

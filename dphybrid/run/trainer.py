@@ -31,10 +31,10 @@ from dphybrid.training.checkpoint import (
     step_of,
     verify_checkpoint,
 )
-from dphybrid.training.clock import StageClock, StepTimes
+from dphybrid.training.clock import StageClock
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
-from dphybrid.training.loop import keep_checkpoints, log_kept, steps_of_epoch, train
+from dphybrid.training.loop import keep_checkpoints, log_kept, train
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import combined, keep_average
 from dphybrid.training.saving import CheckpointWriter, best_checkpoint
@@ -89,10 +89,11 @@ def _newest_checkpoint(run: Run) -> Path | None:
 
 def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Callback] = ()) -> ResultPage:
     """Train a built run; return the page `result.json`. Raises as `run.job.train_run` does."""
-    run, engine, config, built = experiment.run, experiment.engine, experiment.config, experiment.built
+    run, engine, config, data = experiment.run, experiment.engine, experiment.config, experiment.data
+    recipe, built, before = experiment.recipe, experiment.built, ResultPage.before(experiment.run.folder)
     # Compare each file with its checksum: data damaged on disk since preparation would train another model.
-    if experiment.data.reused:  # else this process has just written the files with their checksums
-        experiment.recipe.open(experiment.data.path, verified=True)
+    if data.reused:  # else this process has just written the files with their checksums
+        recipe.open(data.path, verified=True)
     devices = _set_up_process(experiment)
     make_folder(run.checkpoints)
     trained = built.trained or build_trained(experiment)  # a rank has not built it yet
@@ -106,8 +107,35 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
     engine.obey(stop, f"after step {trained.progress.step}; --resume continues it")
     # Only one process of a run records; the others get the base Tracker, which discards everything.
     record = attached(run) if engine.leads else Tracker()
+    each = config.train.print_splits == "each"
+    named = (before.checkpoint, before.best_checkpoint) if before else ()
     with closing(record) as tracker, Display() as display:
-        session = make_session(experiment, devices, trained, saver, tracker, stop, callbacks)
+        session = Session(
+            config=config,
+            trained=trained,
+            train_data=experiment.training_rows,
+            valid_data=data.dataset("valid"),
+            task=experiment.task,
+            tracker=tracker,
+            clock=StageClock.of(devices.home),
+            splits=SplitLog(trained.model, each, engine.split, short=not recipe.prints_shapes),
+            stop=stop,
+            checkpoints=run.checkpoints,
+            facts={
+                "data_digest": data.digest,
+                "prepared": os.path.relpath(data.path, experiment.settings.data_dir),
+                "devices": devices.text,
+                "recipe": config.recipe,
+                "info": data.info,
+            },
+            saver=saver,
+            profile_steps=experiment.settings.profile_steps if engine.leads else range(0),
+            engine=engine,
+            take=recipe.step,
+            callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
+            # Checkpoints that the results of an earlier process name stay.
+            named={step_of(Path(path)) for path in named if path},
+        )
         # Before `restore`, because the observer's window of metrics is one of the restored states.
         session.stateful["meter"] = seen = Observer(session, display, devices.gpu_uuids)
         session.restore(states)
@@ -126,7 +154,7 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
                 train(session, seen)
         finally:
             # Also after an interruption: the page then names the checkpoint to resume from.
-            result = _result_of(session, seen.times, seen.system.means)
+            result = _result_of(session, seen, before)
             if engine.leads:
                 _keep_outcome(run, tracker, result)
                 log_kept(session)
@@ -196,48 +224,6 @@ def fill_from(checkpoint: Path, trained_on: Encoder, model: nn.Module, now: Enco
         torch.index_select(before, 0, sources_V, out=rows_VD)
 
 
-def make_session(
-    experiment: Experiment,
-    devices: Devices,
-    trained: Trained,
-    saver: CheckpointWriter,
-    tracker: Tracker,
-    stop: StopRequest,
-    callbacks: Sequence[Callback],
-) -> Session:
-    """Return the session: everything that the training loop works with."""
-    run, config, data = experiment.run, experiment.config, experiment.data
-    recipe, engine = experiment.recipe, experiment.engine
-    each, before = config.train.print_splits == "each", ResultPage.before(run.folder)
-    named = (before.checkpoint, before.best_checkpoint) if before else ()
-    return Session(
-        config=config,
-        trained=trained,
-        train_data=experiment.training_rows,
-        valid_data=data.dataset("valid"),
-        task=experiment.task,
-        tracker=tracker,
-        clock=StageClock.of(devices.home),
-        splits=SplitLog(trained.model, each, engine.split, short=not recipe.prints_shapes),
-        stop=stop,
-        checkpoints=run.checkpoints,
-        facts={
-            "data_digest": data.digest,
-            "prepared": os.path.relpath(data.path, experiment.settings.data_dir),
-            "devices": devices.text,
-            "recipe": config.recipe,
-            "info": data.info,
-        },
-        saver=saver,
-        profile_steps=experiment.settings.profile_steps if engine.leads else range(0),
-        engine=engine,
-        take=recipe.step,
-        callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
-        # Checkpoints that the results of an earlier process name stay.
-        named={step_of(Path(path)) for path in named if path},
-    )
-
-
 @contextmanager
 def _threads(experiment: Experiment, devices: Devices) -> Iterator[None]:
     """While the block runs, blocks on the CPU compute with the recipe's number of threads, unless the
@@ -251,30 +237,24 @@ def _threads(experiment: Experiment, devices: Devices) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> ResultPage:
-    """Return the results of a training; after an interruption, those so far. system: means of the system
-    metrics."""
-    progress, folder = session.trained.progress, session.checkpoints
-    done = complete_checkpoints(folder)
+def _result_of(session: Session, seen: Observer, before: ResultPage | None) -> ResultPage:
+    """Return the results of a training; after an interruption, those so far. before: of the last process."""
+    progress, done = session.trained.progress, complete_checkpoints(session.checkpoints)
     best = best_checkpoint(done, progress, session.task)
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
     # A process killed between its last step and its report is resumed by one that takes no step to time.
-    before = ResultPage.before(folder.parent)
     step_ms = before.step_ms if before and before.steps == progress.step else {}
     return ResultPage(
         checkpoint=str(done[-1]) if done else "",
         best_checkpoint=str(best or ""),
         steps=progress.step,
-        epochs=progress.epoch,
         devices=session.facts["devices"],
-        system=system,
+        system=seen.system.means,
         history=progress.history,
-        best_value=progress.best_value,
-        step_ms=times.summary() or step_ms,
-        steps_timed=times.count,
+        step_ms=seen.times.summary() or step_ms,
+        steps_timed=seen.times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
-        steps_per_epoch=steps_of_epoch(session),
         splits=session.splits.rows(),
         split_lines=session.splits.lines,
     )

@@ -38,7 +38,7 @@ def train(session: Session, observer: Observer) -> None:
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     engine, every = session.engine, session.config.checkpoint.every_steps
-    steps_per_epoch = steps_of_epoch(session)
+    steps_per_epoch = _steps_of_epoch(session)
     ids_of = ids_of_parts(model, config.accumulate)
     step, take = Step(session), engine.take(session.take)
     if config.check_split and progress.step == 0:  # a resumed run was checked when it started
@@ -242,10 +242,10 @@ def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
         shuffle_rows=config.shuffle_rows,
         part=session.engine.part,
     )
-    return islice(remaining, steps_of_epoch(session) - progress.batch)
+    return islice(remaining, _steps_of_epoch(session) - progress.batch)
 
 
-def steps_of_epoch(session: Session) -> int:
+def _steps_of_epoch(session: Session) -> int:
     """Return the number of steps of an epoch."""
     config = session.config.train
     count = num_batches(session.train_data, config.batch_size)

@@ -12,8 +12,8 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.run.folder import all_runs, find_tagged_run, named_run
 from dphybrid.serving.load import find_checkpoint
-from dphybrid.tracking.record import read
-from dphybrid.util.alive import holding
+from dphybrid.tracking.record import last_status, read
+from dphybrid.util.alive import alive, holding
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -88,6 +88,19 @@ def test_the_latest_run_is_the_last_one_whatever_the_clock_said(
     settings = load_settings()
     assert named_run(settings, "latest", "toy").folder.name == "second"
     assert [run.folder.name for run in all_runs(settings)] == ["first", "second"]
+
+
+def test_a_run_whose_checkpoints_are_damaged_fails_and_is_not_held(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "files")
+    run_with(*TOY, run_name="mine")
+    for file in data_dir.glob("runs/mine/checkpoints/*/blocks.safetensors"):
+        file.write_bytes(b"")
+    with refused("no checkpoint is whole"):
+        run_with(*TOY, "train.epochs=3", resume="mine")
+    assert last_status(data_dir / "runs/mine") == "FAILED"
+    assert not alive(data_dir / "runs/mine")
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -26,7 +26,7 @@ from dphybrid.embedding import (
 from dphybrid.parallel import DataParallel
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
-from dphybrid.run.job import build_run, evaluate_run
+from dphybrid.run.job import evaluate_run
 from dphybrid.serving.load import load_model, model_from_checkpoint
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.training.checkpoint import (
@@ -307,14 +307,10 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with_and_a_stop_w
 
 
 def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
-    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, unrecorded: None
 ) -> None:
-    settings = load_settings()
-    links, tags = {"flow run": "http://127.0.0.1/1"}, {"team": "a"}
-    with monkeypatch.context() as patch:
-        linked = lambda *given, **named: build_run(*given, **named | {"links": links})  # noqa: E731
-        patch.setattr("dphybrid.run.job.build_run", linked)
-        report = run_with(*OPTIONS, run_name="run", tags=tags)
+    settings, tags = load_settings(), {"team": "a"}
+    report = run_with(*OPTIONS, run_name="run", tags=tags)
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")
     run = read_run(folder, settings)
@@ -324,8 +320,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     shutil.rmtree(best)
     again = run_with(*OPTIONS, resume="run", tags={"by": "hand"})
     verify_checkpoint(Path(again.best_checkpoint))
-    page = read_run(folder, settings).page
-    assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})
+    assert read_run(folder, settings).page.tags == {"team": "a", "by": "hand"}
 
 
 def test_a_frozen_table_is_written_once_and_linked_by_later_checkpoints(tmp_path: Path) -> None:
