@@ -142,7 +142,7 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
         try:
             with holding(run.folder):
                 if uri := _recorded_in(run, settings):
-                    from dphybrid.tracking.removing import forget_run
+                    from dphybrid.tracking.models import forget_run
 
                     for run_id in {there["run_id"] for there in addresses(run.folder)}:
                         forget_run(uri, run_id)
@@ -177,7 +177,7 @@ def _recorded_in(run: Run, settings: Settings) -> str | None:
 
 
 def _runs_in_use(uri: str) -> Mapping[str, str]:
-    from dphybrid.tracking.removing import runs_in_use
+    from dphybrid.tracking.models import runs_in_use
 
     return runs_in_use(uri)
 

@@ -1,5 +1,5 @@
 """A run's checkpoints as LoggedModels, tagged best or latest; and registered models, with the alias
-`champion` that versions gain and lose."""
+`champion` that versions gain and lose. What is still in use, and what goes with a removed run."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 from mlflow.utils import get_results_from_paginated_fn
 
+from dphybrid.tracking.opening import explained
 from dphybrid.tracking.record import Line
 from dphybrid.tracking.tracker import CHAMPION_TAG, LEFT_OUT, safe_name
 from dphybrid.util.digests import SUMS, inside
@@ -33,6 +34,7 @@ _DECISION_TAG = "dphybrid.decision"
 """Tag of a version: `promoted: REASON` or `kept: REASON`."""
 _LONGEST_TAG = 4900
 _PAGE = 100
+_REMEDY = "try again when it does"
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
 _T = TypeVar("_T")
@@ -335,10 +337,45 @@ class Registry:
     def _asked(self, ask: Callable[[], _T]) -> _T | None:
         """Return the result of `ask`; None if MLflow has no such model or version. Raises UserError when the
         server does not answer."""
+        with explained(self.uri, "MLflow's model registry does not answer", _REMEDY):
+            try:
+                return ask()
+            except MlflowException as error:
+                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                    raise
+        return None
+
+
+def runs_in_use(uri: str) -> dict[str, str]:
+    """Return the ids of the runs whose models have an alias, such as champion -> what they are. Raises
+    UserError when the server does not answer."""
+    client, found = MlflowClient(tracking_uri=uri, registry_uri=uri), dict[str, str]()
+    with explained(uri, "MLflow does not say which models are in use", _REMEDY):
+        for model in get_results_from_paginated_fn(
+            lambda count, token: client.search_registered_models(max_results=count, page_token=token), _PAGE
+        ):
+            # The aliases of the search's answer; its versions are not all of them.
+            for alias, number in model.aliases.items():
+                with suppress(MlflowException):  # deleted in MLflow
+                    run_id = str(client.get_model_version(model.name, str(number)).run_id)
+                    found[run_id] = f"version {number} of its model is {model.name}@{alias}"
+    return found
+
+
+def forget_run(uri: str, run_id: str) -> None:
+    """Delete a run, its models with their files, and their versions in the registry. The run itself stays in
+    MLflow's trash until `mlflow gc`. Does nothing if MLflow has no such run. Raises UserError when the server
+    refuses it."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    with explained(uri, f"MLflow does not delete run {run_id}", _REMEDY):
         try:
-            return ask()
+            run = client.get_run(run_id)
         except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            reason = str(error).splitlines()[0][:200]
-            raise UserError(f"MLflow's model registry at {self.uri} does not answer: {reason}") from error
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return
+            raise
+        for version in client.search_model_versions(f"run_id = '{run_id}'", max_results=1000):
+            client.delete_model_version(version.name, str(version.version))
+        CheckpointModels(client, uri, run_id, upload_limit=0).remove_all()
+        if run.info.lifecycle_stage == "active":
+            client.delete_run(run_id)

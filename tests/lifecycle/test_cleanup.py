@@ -13,9 +13,8 @@ from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal, remove
 from dphybrid.run.folder import all_runs
-from dphybrid.tracking.models import Registry
+from dphybrid.tracking.models import Registry, runs_in_use
 from dphybrid.tracking.record import RecordFile
-from dphybrid.tracking.removing import runs_in_use
 from dphybrid.util.alive import holding
 from tests.commands import command, models_of, run_with
 
