@@ -96,22 +96,6 @@ def test_a_damaged_line_with_the_address_does_not_cost_it_if_another_part_has_it
         assert "Nothing to do" in told
 
 
-def test_the_page_of_what_has_arrived_is_not_believed_when_damaged(data_dir: Path) -> None:
-    settings = load_settings()
-    tracker = open_tracker(None, "dphybrid", settings.mlflow_dir, runs=settings.runs_dir)
-    run_id = tracker.start("run", {}, {}, "")
-    tracker.finish("FINISHED")
-    record = RecordFile(settings.runs_dir / "run")
-    record.append({"op": "summary", "step": 0, "late": 2.0})
-    record.close()
-    (record.folder / "run.json").write_text(json.dumps({"uid": enter(record.folder)}))
-    (record.folder / "record.sent").write_text('{"offset": 99999, "skipped": {}}')
-    assert "run: everything copied" in command("sync")
-    assert MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db").get_run(run_id).data.metrics == {
-        "late": 2.0
-    }
-
-
 def test_python_and_the_command_record_into_the_same_experiment(uri: str, data_dir: Path) -> None:
     random = np.random.default_rng(0)
     frame = pl.DataFrame({"a": random.integers(0, 5, 60), "y": random.integers(0, 2, 60)})
