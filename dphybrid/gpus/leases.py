@@ -99,17 +99,19 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _hold(path: Path, page: Holder) -> FileIO | None:
-    """Lock a file of the shared folder until it is closed, and write its page. Returns None if it is locked
-    already."""
+def _hold(path: Path) -> FileIO | None:
+    """Lock a file of the shared folder until it is closed. Returns None if it is locked already."""
     file = FileIO(_open_shared(path), "r+")
     if not lock(file.fileno()):
         file.close()
         return None
     _held_files.add(file)
+    return file
+
+
+def _write_page(file: FileIO, page: Holder) -> None:
     file.truncate(0)
     file.write(page.model_dump_json().encode())
-    return file
 
 
 def _open_shared(path: Path) -> int:
@@ -169,12 +171,14 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     """Lease all of `gpus`, or none of them. Returns None when another run holds one."""
     files = list[FileIO]()
     for gpu in gpus:
-        file = _hold(_lock_file(folder, gpu.uuid), Holder.own(run))
+        file = _hold(_lock_file(folder, gpu.uuid))
         if file is None:
             for taken in files:
                 taken.close()
             return None
         files.append(file)
+    for file in files:
+        _write_page(file, Holder.own(run))
     return Lease(tuple(gpus), tuple(files))
 
 
@@ -281,9 +285,10 @@ def _take_ticket(folder: Path, page: Holder, queued: ExitStack) -> str:
     file = folder / f"{time.monotonic_ns():020d}-{os.getpid()}.ticket"
     # Hidden until it is locked: others remove tickets that nobody holds.
     hidden = file.with_name(f".{file.name}")
-    held = _hold(hidden, page)
+    held = _hold(hidden)
     assert held is not None  # nobody else uses this name
     queued.callback(held.close)
+    _write_page(held, page)
     hidden.rename(file)
     queued.callback(file.unlink, missing_ok=True)
     return file.name

@@ -134,17 +134,18 @@ def waiting(
     """
     reported = False
 
-    def show(state: State, *before: str) -> None:
-        """Set the state of a run whose present one has one of these names: it may have been cancelled."""
+    def show(state: State, before: str = "") -> None:
+        """Set the state of the run if it is running, and its state has the name `before`."""
         with suppress(*REFUSED), get_client(sync_client=True) as client:
             now = client.read_flow_run(UUID(flow_run_id)).state
-            if now is not None and now.name in before:
+            # It may have been cancelled meanwhile, which must not be overwritten.
+            if now is not None and now.type == StateType.RUNNING and before in ("", now.name):
                 client.set_flow_run_state(UUID(flow_run_id), state, force=True)
 
     def report(reason: str) -> None:
         nonlocal reported
         print(f"Waiting for {what}: {reason}", flush=True)
-        show(Running(name=name, message=reason), "Running", name)
+        show(Running(name=name, message=reason))
         reported = True
 
     waited = f"waiting for {what} for {give_back_after_s:g} s"

@@ -187,12 +187,6 @@ class Team:
 
         return MlflowClient(f"sqlite:///{self.folder}/data/mlflow/mlflow.db")
 
-    def runs_of(self, flow: str) -> list[dict[str, Any]]:
-        """Return the runs of a flow, the newest first."""
-        wanted = {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_DESC"}
-        found: list[dict[str, Any]] = self.post("/flow_runs/filter", wanted)
-        return found
-
     def lines_of(self, flow_run_id: UUID | str) -> str:
         """Return the log lines of a flow run."""
         wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}}
