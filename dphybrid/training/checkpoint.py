@@ -55,26 +55,25 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Generators:
-    """State of torch's random generators in this process, encoded in hex."""
+def generator_states() -> dict[str, Any]:
+    """Return the states of torch's random generators in this process, encoded in hex."""
+    # Without the question, the call would start CUDA in a run on the CPU.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = [state.numpy().tobytes().hex() for state in (torch.get_rng_state(), *cuda)]
+    return {"torch": states[0], "cuda": states[1:]}
 
-    def state_dict(self) -> dict[str, Any]:
-        cuda = (
-            [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
-            if torch.cuda.is_initialized()  # else the call would start CUDA in a run on the CPU
-            else []
-        )
-        return {"torch": torch.get_rng_state().numpy().tobytes().hex(), "cuda": cuda}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        def as_tensor(text: str) -> Tensor:
-            return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Set torch's random generators to `generator_states`."""
 
-        torch.set_rng_state(as_tensor(state["torch"]))
-        if torch.cuda.is_initialized():
-            # The run may have had more GPUs when the checkpoint was written.
-            for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(as_tensor(text), index)
+    def as_tensor(text: str) -> Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    torch.set_rng_state(as_tensor(states["torch"]))
+    if torch.cuda.is_initialized():
+        # The run may have had more GPUs when the checkpoint was written.
+        for index, text in enumerate(states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(as_tensor(text), index)
 
 
 VALIDATION = "validation "
@@ -192,7 +191,7 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
             _load_row_states(path, trained.rows, find_tables(trained.model))
         trained.progress.copy_from(page.progress)
         # Last, because a random number drawn by the steps above would change the restored state.
-        Generators().load_state_dict(page.generators)
+        set_generators(page.generators)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise

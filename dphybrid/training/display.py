@@ -49,19 +49,12 @@ class Display:
 
     def __init__(self) -> None:
         self._printed = time.monotonic()
-        self._bar: Progress | None = None
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        note = TextColumn("{task.fields[note]}")
+        # soft_wrap: rich would break long lines itself, and a copied path would have a newline in it.
+        bar = Progress(*columns, note, console=Console(soft_wrap=True), transient=True)
+        self._bar = bar if sys.stdout.isatty() else None
         self._task: TaskID | None = None
-        if sys.stdout.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            # soft_wrap: rich would break long lines itself, and a copied path would have a newline in it.
-            console = Console(soft_wrap=True)
-            self._bar = Progress(*columns, console=console, transient=True)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

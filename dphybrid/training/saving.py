@@ -33,13 +33,13 @@ from dphybrid.embedding.weights import all_rows
 from dphybrid.training.checkpoint import (
     VALIDATION,
     CheckpointState,
-    Generators,
     Progress,
     Stateful,
     Trained,
     complete_checkpoints,
     dense_state,
     flatten_optimizer,
+    generator_states,
     read_state,
     step_of,
 )
@@ -191,7 +191,7 @@ class CheckpointWriter:
             progress=copy.deepcopy(self._trained.progress),
             config=dict(config),
             optimizer=optimizer_page,
-            generators=Generators().state_dict(),
+            generators=generator_states(),
             record=states,
             **facts,
         )

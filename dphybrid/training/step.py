@@ -88,8 +88,12 @@ class Step:
                 finite = math.isfinite(size) and math.isfinite(loss)
                 if clips and finite:
                     self.session.norms.append(float(size))
-            if not finite and (problem := self._not_finite(batch, loss, weight, clips)):
-                raise self.session.stop_at(problem)
+            if not finite:
+                problem = "the batch's weights add up to 0, so that it has no mean"
+                if float(weight) != 0:
+                    problem = not_finite(self.model, batch, loss, clips)
+                if problem:
+                    raise self.session.stop_at(problem)
             updating = True
             for optimizer in chosen.values():
                 with stage("row_update" if optimizer is trained.rows else "dense_update"):
@@ -117,11 +121,6 @@ class Step:
                 f"{', '.join(optimizers) or 'none'}"
             )
         return {name: optimizers[name] for name in wanted} if wanted else dict(optimizers)
-
-    def _not_finite(self, batch: Batch, loss: Tensor, weight: Tensor, clipped: bool) -> str:
-        if float(weight) == 0:
-            return "the batch's weights add up to 0, so that it has no mean"
-        return not_finite(self.model, batch, loss, clipped)
 
 
 def lower_precision(precision: str, model: nn.Module) -> AbstractContextManager[object]:

@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedRun]:
             label: dphybrid.train(
                 table(900, 0).select("price", "shop", "noise", label),
                 label=label,
-                epochs=8,
+                epochs=4,
                 devices="cpu",
                 quiet=True,
                 run_name=label,

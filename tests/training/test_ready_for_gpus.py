@@ -16,7 +16,7 @@ from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Lstm
-from dphybrid.training.checkpoint import Generators
+from dphybrid.training.checkpoint import generator_states, set_generators
 from dphybrid.training.loop import numerics
 from dphybrid.training.step import lower_precision, summed
 from tests.commands import run_with
@@ -118,13 +118,12 @@ def test_a_run_makes_its_first_gpu_the_current_one_and_one_on_the_cpu_asks_cuda_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     start_on(resolve_devices("cpu*2"))
     cuda_calls.clear()
-    generators = Generators()
-    states = generators.state_dict()
-    generators.load_state_dict({**states, "cuda": ["00"]})
+    states = generator_states()
+    set_generators({**states, "cuda": ["00"]})
     assert states["cuda"] == []
     assert cuda_calls == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    generators.load_state_dict(generators.state_dict())
+    set_generators(generator_states())
     assert [name for name, _ in cuda_calls] == ["get_rng_state_all", "device_count", "set_rng_state"]
 
 
