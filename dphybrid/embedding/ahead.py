@@ -16,13 +16,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from dphybrid.embedding import native
-from dphybrid.embedding.lookup import Counters, row_numbers, sort_ids
+from dphybrid.embedding.lookup import Counters, row_numbers
 from dphybrid.embedding.native import StoredRows
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
@@ -41,11 +39,6 @@ class Lookup:
     ids_of_shares: Sequence[Tensor]
     shares: list[Share]
     version: int
-
-    @property
-    def num_unique(self) -> int:
-        """Number of unique ids, summed over the replicas' shares."""
-        return sum(len(share.where.unique_U) for share in self.shares)
 
     def is_of(self, weight: Tensor, ids: Tensor, replica: int | None = None) -> bool:
         """Return whether the lookup was made from this weight, for these ids. replica: whose share these are;
@@ -116,7 +109,7 @@ class LookupsAhead:
         # Read before any row is: a later update must look later, and all rows must be of one memory.
         version, memory = weight._version, all_rows(weight)
         shares = [
-            _sent(memory, ids_BX, channel, threads)
+            channel.send(memory, ids_BX, threads)
             # a short batch has fewer shares than there are replicas
             for channel, ids_BX in zip(self._channels, ids_of_shares, strict=False)
         ]
@@ -132,7 +125,7 @@ class LookupsAhead:
         made now."""
         for index, lookup in enumerate(self._expected):
             if lookup.is_of(weight, ids):
-                self._counters.prepared += lookup.num_unique
+                self._counters.prepared += sum(len(share.where.unique_U) for share in lookup.shares)
                 del self._expected[index]
                 self.repair(lookup)
                 return lookup
@@ -152,7 +145,7 @@ class LookupsAhead:
                     self._counters.prepared += len(share.where.unique_U)
                     return share
         ids = row_numbers(ids, len(weight), self._name)
-        return _sent(all_rows(weight), ids, self._channels[replica], None)
+        return self._channels[replica].send(all_rows(weight), ids, None)
 
     def channel_to(self, device: torch.device) -> int:
         """Return the number of the channel to a device, which is made if there is none."""
@@ -198,21 +191,7 @@ class LookupsAhead:
                 self._changed_V.index_fill_(0, changed, 0)
         for share, positions_C in zip(lookup.shares, positions, strict=True):
             if len(positions_C):
-                ids_C = share.where.unique_U.index_select(0, positions_C)
-                share.channel.replace_rows(
-                    share, positions_C, partial(native.gather, all_rows(weight), None, ids_C)
-                )
+                share.channel.send_again(share, positions_C, all_rows(weight))
         lookup.version = now
         self._counters.repaired += sum(len(positions_C) for positions_C in positions)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
-
-
-def _sent(rows_VD: Tensor | StoredRows, ids: Tensor, channel: Channel, threads: int | None) -> Share:
-    """Start sending the unique rows of `ids`, which are rows, to a device."""
-    like = torch.empty((0, rows_VD.shape[1]), dtype=native.real_dtype(rows_VD.dtype), device="cpu")
-    start = time.perf_counter()
-    where = sort_ids(ids.reshape(-1), len(rows_VD))
-    dedup_ms = 1e3 * (time.perf_counter() - start)
-    share = channel.send(where, ids.shape, partial(native.gather, rows_VD, threads), like)
-    share.dedup_ms = dedup_ms
-    return share

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import native
-from dphybrid.embedding.lookup import whole_numbers
+from dphybrid.embedding.lookup import not_a_row, whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.weights import all_rows
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_exporting
 from dphybrid.util.errors import UserError, suggestion
@@ -76,7 +77,8 @@ class HostEmbeddingCollection(nn.Module):
         """Return the rows of one table as a view (num_rows, dim). Raises UserError for an unknown table."""
         if table not in self.starts:
             raise UserError(f"there is no table {table!r}{suggestion(table, list(self.starts))}")
-        return self.flat.weight.detach()[self.starts[table] : self.starts[table] + self.num_rows[table]]
+        rows_VD: Tensor = all_rows(self.flat.weight)
+        return rows_VD[self.starts[table] : self.starts[table] + self.num_rows[table]]
 
     def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:
         """Convert each table's own ids to ids of `flat`. The columns of ids_BF (its last dimension) are the
@@ -90,26 +92,16 @@ class HostEmbeddingCollection(nn.Module):
         starts_F, num_rows_F = self._starts_F[tables], self._num_rows_F[tables]
         # torch.export cannot record a check that raises. An exported model gets its ids from an encoder,
         # whose ids are rows.
-        if torch.compiler.is_compiling() and not is_exporting():
-            self._check_ids(ids_BF, num_rows_F, names)
+        is_checked_here = torch.compiler.is_compiling() and not is_exporting()
+        if is_checked_here and bool(((ids_BF < 0) | (ids_BF >= num_rows_F)).any()):
+            raise not_a_row(ids_BF, num_rows_F, names)
         if not may_read(starts_F, ids_BF):
             return ids_BF + starts_F
         # Ids must be checked here: in `flat`, an id beyond its table is a row of the next table.
         try:
             return native.flatten(ids_BF, starts_F, num_rows_F)
         except IndexError:
-            self._check_ids(ids_BF, num_rows_F, names)
-            raise
-
-    def _check_ids(self, ids_BF: Tensor, num_rows_F: Tensor, names: list[str]) -> None:
-        wrong = (ids_BF < 0) | (ids_BF >= num_rows_F)
-        if bool(wrong.any()):
-            at = wrong.nonzero()[0].tolist()
-            table = names[at[-1] if len(names) > 1 else 0]
-            raise UserError(
-                f"table {table!r}: id {int(ids_BF[tuple(at)])} at position {at} is not a row; rows are 0 to "
-                f"{self.num_rows[table] - 1}"
-            )
+            raise not_a_row(ids_BF, num_rows_F, names) from None
 
     def forward(self, ids_BF: Tensor, *, by_replica: bool = False) -> Tensor | tuple[Tensor, ...]:
         """Return rows_BFD, given one id for each sample and table. by_replica: see `replica_rows`."""

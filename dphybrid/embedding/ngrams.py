@@ -11,6 +11,7 @@ Letters: B samples, T tokens, C width of the hidden state, H heads of all orders
 rows of all heads.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
@@ -193,22 +194,11 @@ class NgramMemory(nn.Module):
 def _primes_up_to(rows: int, count: int) -> list[int]:
     """Return the `count` largest primes up to an equal share of `rows`, descending. Raises UserError if there
     are fewer."""
-    primes: list[int] = []
-    number = int(rows) // count
-    while len(primes) < count and number > 1:
-        if _is_prime(number):
-            primes.append(number)
-        number -= 1
-    if len(primes) < count:
+    numbers = range(int(rows) // count, 1, -1)
+    primes = (n for n in numbers if (n % np.arange(2, math.isqrt(n) + 1)).all())
+    if len(largest := list(itertools.islice(primes, count))) < count:
         raise UserError(
             f"NgramMemory: rows={rows} are too few; {count} heads need a prime of their own each, up to an "
             "equal share of the rows; give more"
         )
-    return primes
-
-
-def _is_prime(number: int) -> bool:
-    if number < 4:
-        return number > 1
-    divisors = np.arange(3, math.isqrt(number) + 1, 2)
-    return bool(number % 2 and (number % divisors).all())
+    return largest

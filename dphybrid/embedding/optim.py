@@ -79,6 +79,19 @@ class RowOptimizer(EagerOptimizer):
         beta1, beta2 = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
         return Rule(RULE_NUMBERS[self.row_rule.name], lr, decay, eps, (beta1, beta2))
 
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        """Raise UserError for options that are no numbers, or that no update can use."""
+        try:
+            rule = self.rule(group)
+            valid = all(0 <= number < math.inf for number in (rule.lr, rule.decay, rule.eps))
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            names = ("betas", "beta2", "lr", "weight_decay", "eps")
+            options = ", ".join(f"{name}={group[name]}" for name in names if name in group)
+            raise UserError(f"row optimizer: {options}; give finite numbers of at least 0, and two betas")
+        native.corrections(*rule.betas)
+
     @property
     def tables(self) -> dict[str, nn.Parameter]:
         """The tables' weights by name."""
@@ -107,10 +120,12 @@ class RowOptimizer(EagerOptimizer):
         group = {**param_group, "params": _named_weights(param_group["params"])}
         group.pop("param_names", None)
         self._refuse_foreign(group.keys() - _BESIDE_OPTIONS, "key of a parameter group")
-        _check_numbers(self.defaults | group)
-        taken = self.tables.keys() & {name for name, _ in group["params"]}
-        if taken:
-            raise UserError(f"row optimizer: two tables are called {taken.pop()!r}; give them by other names")
+        self._check_numbers(self.defaults | group)
+        names = [*self.tables, *(name for name, _ in group["params"])]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(
+                f"row optimizer: two tables are called {twice[0]!r}; give them as {{name: table}}"
+            )
         super().add_param_group(group)
         # Unlike torch's optimizers, not in the first step: states that do not fit into memory fail early.
         for weight in self.param_groups[-1]["params"]:
@@ -276,7 +291,7 @@ class RowOptimizer(EagerOptimizer):
             if wrong := options ^ {*self.row_rule.numbers, "weight_decay"}:
                 verb = "has an option" if min(wrong) in options else "lacks the option"
                 raise UserError(f"row optimizer state does not fit: a group {verb} {min(wrong)!r}")
-            _check_numbers(group)
+            self._check_numbers(group)
         saved = {
             f"{name}.{key}": value
             for present, group in zip(self.param_groups, groups, strict=True)
@@ -314,10 +329,6 @@ def _named_weights(params: Any) -> list[tuple[str, Tensor]]:
         name, weight = entry if isinstance(entry, tuple) else ("", entry)
         weight = weight.weight if isinstance(weight, HostEmbedding) else weight
         named.setdefault(id(weight), (name or info_of_table(weight).name, weight))
-    names = [name for name, _ in named.values()]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
     return list(named.values())
 
 
@@ -328,22 +339,6 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
     both = expected.keys() & shapes.keys()
     unequal = [name for name in both if shapes[name] != expected[name]]
     return sorted([*problems, *(f"{name} is {shapes[name]}, expected {expected[name]}" for name in unequal)])
-
-
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    lr, decay, eps = numbers["lr"], numbers["weight_decay"], numbers.get("eps", 0.0)
-    betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", (0.0, 0.0))
-    try:
-        beta1, beta2 = map(float, betas)
-        valid = all(0 <= float(number) < math.inf for number in (lr, decay, eps))
-    except (TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise UserError(
-            f"row optimizer: betas={betas}, lr={lr}, weight_decay={decay}, eps={eps}; give finite numbers of "
-            "at least 0, and two betas"
-        )
-    native.corrections(beta1, beta2)
 
 
 class RowSGD(RowOptimizer):
@@ -388,8 +383,9 @@ class RowAdamW(RowOptimizer):
     row_rule = RULES["adamw"]
 
 
-_KINDS = (RowSGD, RowAdagrad, LazyAdagrad, RowAdam, LazyAdam, RowAdamW)
-ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.row_rule.name: kind for kind in _KINDS}
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    kind.row_rule.name: kind for kind in (RowSGD, RowAdagrad, LazyAdagrad, RowAdam, LazyAdam, RowAdamW)
+}
 
 
 def row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:

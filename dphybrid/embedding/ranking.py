@@ -95,21 +95,14 @@ def score_blocks(
     row_H = hidden_QS[query_H, column_H]  # indices, not a mask of all scores: few rows are hidden
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
+        ids_N = torch.arange(start, stop, device="cpu")
         # A slice of a tensor is no copy of it.
-        if isinstance(table, HostEmbedding):
-            block = table(torch.arange(start, stop, device="cpu"))
-        else:
-            block = table[start:stop]
-        rows_ND = block.to(queries_QD)
+        block_ND = table(ids_N) if isinstance(table, HostEmbedding) else table[start:stop]
+        rows_ND = block_ND.to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
         scores_QN = score(queries_QD, rows_ND)
         scores_QN[query_H[here_H], row_H[here_H] - start] = -torch.inf
         yield start, scores_QN
-
-
-def _rows(table: HostEmbedding | Tensor, ids: Tensor) -> Tensor:
-    rows: Tensor = table(ids.cpu()) if isinstance(table, HostEmbedding) else table[ids.to(table.device)]
-    return rows
 
 
 def offsets_in(rows_QS: Tensor, start: int, size: int) -> Tensor:
@@ -165,7 +158,8 @@ class _Ranking:
         self._answers_Q = answers_Q
         if answers_Q is not None:
             self._answers_Q = answers_Q.to(queries_QD.device)
-            rows_QD = _rows(table, answers_Q).to(queries_QD)
+            own_Q = answers_Q.to("cpu" if isinstance(table, HostEmbedding) else table.device)
+            rows_QD = (table(own_Q) if isinstance(table, HostEmbedding) else table[own_Q]).to(queries_QD)
             self.own_Q = self.total_Q = score(queries_QD.unsqueeze(1), rows_QD.unsqueeze(1))[:, 0, 0]
             self.ranks_Q = torch.ones_like(self.own_Q)
 

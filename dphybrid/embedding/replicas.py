@@ -1,6 +1,7 @@
 """Sends rows from a table to the replicas of a region, and the rows' gradients back.
 
-Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row.
+Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V
+rows of the table.
 
 Each replica gets only the unique rows of its own share, straight from the table. They are gathered into a
 pinned buffer and sent on a separate stream, together with the indices that expand them, while the devices
@@ -26,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dphybrid.embedding.lookup import Counters, Occurrences, not_differentiable, sum_by_row
+from dphybrid.embedding import native
+from dphybrid.embedding.lookup import Counters, Occurrences, not_differentiable, sort_ids, sum_by_row
+from dphybrid.embedding.native import StoredRows
 
 _ALIGNMENT = 16  # bytes; Tensor.view(dtype) needs an offset that is a multiple of the type's size
 
@@ -77,7 +80,7 @@ class Share:
     indices: Sequence[Tensor]
     ready: "torch.cuda.Event | None"
     gather_ms: float
-    dedup_ms: float = 0.0
+    dedup_ms: float
 
 
 class Channel:
@@ -91,34 +94,34 @@ class Channel:
         self._back = torch.cuda.Stream(device) if self._cuda else None
         self._timed: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def send(
-        self, where: Occurrences, shape: torch.Size, read: Callable[[Tensor, Tensor], None], like: Tensor
-    ) -> Share:
-        """Have `read(ids_U, out_UD)` fill a buffer with the rows, and start sending it. like: an empty tensor
-        (0, D) of the rows' type."""
+    def send(self, rows_VD: Tensor | StoredRows, ids: Tensor, threads: int | None) -> Share:
+        """Start sending the unique rows of `ids`, which are rows of the table. threads: the most to use."""
+        start = time.perf_counter()
+        where = sort_ids(ids.reshape(-1), len(rows_VD))
+        dedup_ms = 1e3 * (time.perf_counter() - start)
         # Rows and indices share one buffer: one copy instead of five.
-        shape_UD, on_host = (len(where.unique_U), like.shape[1]), where.indices()
-        parts = _layout([(shape_UD, like.dtype), *((tuple(index.shape), index.dtype) for index in on_host)])
+        shape_UD, on_host = (len(where.unique_U), rows_VD.shape[1]), where.indices()
+        real = native.real_dtype(rows_VD.dtype)
+        parts = _layout([(shape_UD, real), *((tuple(index.shape), index.dtype) for index in on_host)])
         memory = self._host_memory(parts[-1][0].stop)
         rows_UD, *indices = _views(memory, parts)
         start = time.perf_counter()
-        read(where.unique_U, rows_UD)
+        native.gather(rows_VD, threads, where.unique_U, rows_UD)
         gather_ms = 1e3 * (time.perf_counter() - start)
         for target, source in zip(indices, on_host, strict=True):
             target.copy_(source)
         on_device, ready = self._start_copy(memory)
         rows_UD, *indices = _views(on_device, parts)
-        return Share(self, where, shape, on_device, rows_UD, indices, ready, gather_ms)
+        return Share(self, where, ids.shape, on_device, rows_UD, indices, ready, gather_ms, dedup_ms)
 
-    def replace_rows(self, share: Share, positions_C: Tensor, read: Callable[[Tensor], None]) -> None:
-        """Replace the rows at `positions_C` of a share that was sent already. `read(out_CD)` fills a buffer
-        with the new rows."""
+    def send_again(self, share: Share, positions_C: Tensor, rows_VD: Tensor | StoredRows) -> None:
+        """Replace the rows at `positions_C` of a share that was sent already by the table's present ones."""
         shape = (len(positions_C), share.rows_UD.shape[1])
         parts = _layout([(shape, share.rows_UD.dtype), ((len(positions_C),), positions_C.dtype)])
         memory = self._host_memory(parts[-1][0].stop)
         self._counters.bytes_to_devices += len(memory)
         rows_CD, positions = _views(memory, parts)
-        read(rows_CD)
+        native.gather(rows_VD, None, share.where.unique_U.index_select(0, positions_C), rows_CD)
         positions.copy_(positions_C)
         on_device, share.ready = self._start_copy(memory)
         with self._on(self._to):  # the stream of both copies, so this runs after them

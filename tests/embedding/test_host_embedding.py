@@ -14,10 +14,8 @@ from dphybrid.embedding import (
     HostEmbedding,
     RowAdamW,
     clip_grad_norm_,
-    find_tables,
 )
 from dphybrid.embedding.lookup import RUN, sort_ids, sum_by_row
-from tests.refusing import refused_with
 
 ROWS, DIM = 50, 4
 
@@ -34,14 +32,6 @@ def test_nothing_moves_or_casts_the_table() -> None:
     assert (weight.device.type, weight.dtype) == ("cpu", torch.float64)
     assert model[1].weight.device.type == "meta"
     assert model[0](torch.tensor([1])).dtype == torch.float16  # looked-up rows have the model's type
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "dim"), [(0, 4), (10, -4), (1e6, 4), (10, 4.0), ("5", 4), (True, 4), (10, 20_000)]
-)
-def test_a_size_that_is_none_is_named(num_rows: Any, dim: float) -> None:
-    with refused_with([f"{num_rows!r} rows of {dim!r} values; both must be integers of at least 1"]):
-        HostEmbedding(num_rows, dim, name="words")
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 20_000])
@@ -157,8 +147,3 @@ def test_state_dict_is_that_of_an_embedding_and_a_reference() -> None:
     plain.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="shape"):
         nn.Sequential(HostEmbedding(3, DIM)).load_state_dict(plain.state_dict())
-
-
-def test_find_tables_names_them() -> None:
-    model = nn.ModuleDict({"users": table(), "rest": nn.ModuleDict({"goods": table()})})
-    assert list(find_tables(model)) == ["users", "rest.goods"]

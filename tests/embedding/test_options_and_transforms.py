@@ -48,6 +48,7 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: RowSGD([{"params": [table().weight], "eps": 1}], lr=1), "'eps'; known: lr, weight_decay"),
         (lambda: RowAdagrad(table().parameters(), lr=1, epss=1), "'epss'; did you mean 'eps'"),
         (lambda: RowSGD([{"param": [table().weight]}], lr=1), "without 'params'"),
+        (lambda: RowSGD(table(), lr=1, momentum=0.9), "unexpected keyword argument 'momentum'"),
         (lambda: RowSGD(table().parameters(), lr=1, weight_decay=None), "weight_decay=None"),
         (lambda: LazyAdam(table().parameters(), lr=1, betas=(0.9, 0.99, 0.9)), "two betas"),
         (lambda: loaded(lambda group: group.update(momentum=0.9)), "has an option 'momentum'"),
@@ -56,6 +57,10 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: HostEmbeddingCollection({"a": 3}, 2, std={"a": 0.1, "b": 1.0}), "std has 'b'"),
         (lambda: HostEmbeddingCollection({"a": 3}, 2, padding={"b": 0}), "padding 'b'"),
         (lambda: HostEmbeddingCollection({"users": 3}, 2).weight_of("user"), "did you mean 'users'"),
+        *(
+            (lambda size=size: HostEmbedding(*size), "both must be integers of at least 1")
+            for size in ((0, 4), (10, -4), (wrong(1e6), 4), (10, wrong("4")), (True, 4), (10, 20_000))
+        ),
         (lambda: HostEmbedding(6, 2, scales=[(3, 100, 0.0)]), "rows are 0 to 5"),
         (lambda: HostEmbedding(6, 2, std=-1.0), "std=-1.0"),
         (lambda: HostEmbedding(6, 2, seed=wrong(1.5)), "seed=1.5"),
@@ -115,6 +120,12 @@ def cubes(module: nn.Module, weight: Tensor) -> Tensor:
     return (looked_up**3).sum()
 
 
+def on_two(table: HostEmbedding) -> Tensor:
+    region = DataParallel(nn.Identity(), "cpu*2")
+    rows: Tensor = region(region.rows(table, IDS))
+    return rows
+
+
 def in_forward_mode(table: HostEmbedding) -> None:
     with forward_ad.dual_level():
         table(IDS)
@@ -127,20 +138,14 @@ def in_forward_mode(table: HostEmbedding) -> None:
         lambda t: vmap(lambda w: cubes(t, w))(t.weight.detach()[None]),
         lambda t: torch.autograd.grad(t(IDS[0])[:, 0], t.weight, torch.eye(3), is_grads_batched=True),
         lambda t: torch.autograd.grad((t(IDS) ** 3).sum(), t.weight, create_graph=True),
+        lambda t: torch.autograd.grad((on_two(t) ** 3).sum(), t.weight, create_graph=True),
         in_forward_mode,
     ],
-    ids=["grad", "vmap", "batched", "second order", "forward mode"],
+    ids=["grad", "vmap", "batched", "second order", "second order through a split", "forward mode"],
 )
 def test_derivatives_that_tables_do_not_have_are_refused(use: Callable[[HostEmbedding], object]) -> None:
     with pytest.raises(UserError, match="has no derivatives by torch.func.*; use nn.Embedding"):
         use(table())
-
-
-def test_second_derivatives_through_a_split_are_refused() -> None:
-    one, region = table(), DataParallel(nn.Identity(), "cpu*2")
-    loss = (region(region.rows(one, IDS)) ** 3).sum()
-    with pytest.raises(UserError, match="of second order"):
-        torch.autograd.grad(loss, one.weight, create_graph=True)
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])

@@ -3,6 +3,7 @@ that it changes no bit."""
 
 import gc
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -83,6 +84,39 @@ def test_without_declared_ids_nothing_is_fetched_ahead_and_one_line_says_so() ->
         first == [len(rows_of(table, ids)) for ids in pipeline.prefetch(batches)] == [2, 2, 2]
     )  # says it once
     assert pipeline.counters()["prepared"] == 0
+
+
+LOOPS = pytest.mark.parametrize(
+    ("split", "mode"), [(split, mode) for split in (False, True) for mode in ("off", "exact")]
+)
+
+
+@LOOPS
+def test_a_list_starts_anew_in_each_loop(split: bool, mode: str) -> None:
+    table, seen = placed(50, 4) if split else HostEmbedding(50, 4), list[int]()
+    with AlwaysAhead({"t": table}, mode=mode) as pipeline:
+        for _ in range(2):
+            for ids in pipeline.prefetch(list(torch.arange(15).view(5, 3)), lambda ids: {"t": ids}):
+                seen.append(int(ids[0]) // 3)
+                rows_of(table, ids)
+                if len(seen) == 3:
+                    break
+    assert seen == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+@LOOPS
+def test_a_source_may_refill_its_memory(split: bool, mode: str) -> None:
+    table, seen = placed(50, 4) if split else HostEmbedding(50, 4), list[list[int]]()
+    buffer = torch.zeros(3, dtype=torch.int64)
+    refilled = ({"ids": buffer.fill_(n), "same": buffer, "array": buffer.numpy()} for n in range(50))
+    with AlwaysAhead({"t": table}, mode=mode) as pipeline:
+        for number, batch in enumerate(pipeline.prefetch(refilled, lambda batch: {"t": batch["ids"]})):
+            rows_of(table, batch["ids"])
+            time.sleep(0.005)  # for a worker to draw the next batch
+            seen += [value.tolist() for value in batch.values()]
+            if number == 8:
+                break
+    assert seen == [[n] * 3 for n in range(9) for _ in range(3)]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -306,6 +306,4 @@ def large(program: Program, count: int) -> list[Tensor]:
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
     program = Program.drawn(30_000 + seed)
-    alone = large(program, 1)
-    for count in (2, 3, 8):
-        same_bits(program, alone, large(program, count))
+    same_bits(program, large(program, 1), large(program, (2, 3, 8)[seed % 3]))

@@ -1,6 +1,5 @@
 """A row optimizer is a torch.optim.Optimizer: groups, schedulers, closures, hooks, and states."""
 
-import io
 import math
 import pickle
 import warnings
@@ -39,13 +38,8 @@ def backward(one: HostEmbedding, scale: float = 1.0) -> None:
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "StepLR": lambda o: schedulers.StepLR(o, 2, gamma=0.5),
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: step / 6),
-    "CyclicLR, beta": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=2),
     "OneCycleLR, beta": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=8),
-    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.5, 2), schedulers.ExponentialLR(o, 0.9)]
-    ),
     "SequentialLR": lambda o: schedulers.SequentialLR(
         o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.CosineAnnealingLR(o, 4)], [3]
     ),
@@ -184,6 +178,9 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     assert torch.equal(one.weight, two.weight)
     with pytest.raises(ValueError, match=r"groups of \[1\] tables, expected \[1, 1\]"):
         row_optimizer(kind, {"a": one, "b": two}, lr=0.1).load_state_dict(state)
+    again = pickle.loads(pickle.dumps(first))
+    assert type(again) is type(first)
+    assert all(torch.equal(again.states()[name], value) for name, value in first.states().items())
 
 
 def test_frozen_rows_are_those_of_their_own_table() -> None:
@@ -218,21 +215,6 @@ def test_adamw_counts_the_updates_of_each_table_by_itself(width: int) -> None:
             optimizer.zero_grad()
     torch.testing.assert_close(two.weight.detach(), weight.detach())
     assert [int(rows.states()[f"{name}.updates"]) for name in ("one", "two")] == [20, 3]
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_every_optimizer_is_pickled(kind: str) -> None:
-    table = HostEmbedding(4, 2, seed=0)
-    rows = row_optimizer(kind, table, lr=0.1)
-    table(torch.arange(3)).square().sum().backward()
-    rows.step()
-    file = io.BytesIO()
-    torch.save(rows, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert type(loaded) is type(rows)
-    for name, state in rows.states().items():
-        assert torch.equal(loaded.states()[name], state)
 
 
 def test_a_gradient_that_two_row_optimizers_apply_is_refused() -> None:

@@ -97,9 +97,9 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
 
 def test_a_collection_counts_as_one_table_of_its_name() -> None:
     model = nn.ModuleDict(
-        {"columns": HostEmbeddingCollection({"user": 30}, 4), "other": HostEmbedding(3, 4, seed=0)}
+        {"columns": HostEmbeddingCollection({"user": 30}, 4), "rest": nn.ModuleList([HostEmbedding(3, 4)])}
     )
-    assert find_tables(model) == {"columns": model["columns"].flat, "other": model["other"]}
+    assert find_tables(model) == {"columns": model["columns"].flat, "rest.0": model["rest"][0]}
     assert find_tables(model["columns"]) == {"flat": model["columns"].flat}
 
 

@@ -73,6 +73,9 @@ def test_several_as_one_step_clear_and_schedule_as_they_would_by_themselves() ->
         assert torch.equal(one.step(closure), expected)
         schedule.step()
     assert torch.equal(rows_of(together), rows_of(apart))
+    assert set(one.state) == set(together.parameters())
+    assert one.state[together.table.weight] is one.optimizers[1].state[together.table.weight]
+    assert not hasattr(one.param_groups, "append"), "a group belongs to one of the optimizers"
     with pytest.raises(ValueError, match="add the group to the optimizer"):
         one.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     for wrong, words in (((), "nothing is not a torch.optim"), (([both[0]],), "list is not a torch.optim")):
@@ -270,14 +273,3 @@ def test_transformers(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> 
         unclipped = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         unclipped.train()
-
-
-def test_the_states_of_several_are_theirs() -> None:
-    table, linear = HostEmbedding(3, 2), nn.Linear(2, 1)
-    dense, rows = torch.optim.Adam(linear.parameters()), row_optimizer("adam", table, lr=0.1)
-    both = CombinedOptimizer(dense, rows)
-    linear(table(torch.tensor([1]))).sum().backward()
-    both.step()
-    assert set(both.state) == {*linear.parameters(), table.weight}
-    assert both.state[table.weight] is rows.state[table.weight]
-    assert not hasattr(both.param_groups, "append"), "a group belongs to one of the optimizers"
