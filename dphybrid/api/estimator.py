@@ -76,17 +76,15 @@ class _Hybrid(BaseEstimator):
         """Train on the rows of X (B), with a share of each group's rows as the validation split."""
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"valid_fraction={self.valid_fraction!r}: must lie between 0 and 1")
-        table = self._frame(X, reset=True)
-        check_consistent_length(table, y_B)
-        table, own = table.with_columns(pl.Series(_TARGET, y_B)), signature(_Hybrid).parameters
+        table, own = self._frame(X, reset=True), signature(_Hybrid).parameters
+        check_consistent_length(table, y_B, weight)
+        table = table.with_columns(pl.Series(_TARGET, y_B))
         values: dict[str, Any] = {"seed": self.random_state, "task": task}
         if weight is not None:
-            check_consistent_length(table, weight)
             weight_B = column_or_1d(np.asarray(weight), dtype=np.float64)
             table, values["weight"] = table.with_columns(pl.Series(_WEIGHT, weight_B)), _WEIGHT
-        for name, value in self.get_params().items():
-            if name not in own:
-                values[f"train__{name}" if name in _OF_BLOCKS else name] = value
+        given = {name: value for name, value in self.get_params().items() if name not in own}
+        values |= {f"train__{name}" if name in _OF_BLOCKS else name: value for name, value in given.items()}
         random, held_B = np.random.default_rng(self.random_state), np.zeros(len(y_B), bool)
         for group in np.unique(group_B):
             rows = random.permutation(np.flatnonzero(group_B == group))

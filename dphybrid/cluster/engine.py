@@ -1,7 +1,7 @@
 """The engine of several ranks, in the process that starts them. Before work starts it refuses experiments
 that ranks compute differently or cannot train yet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,9 +90,6 @@ class ClusterEngine(Engine):
             interruption = stop.interruption()
             raise Interrupted(outcome.words, interruption.signal_number, interruption.requeue)
         return True
-
-    def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
-        return {**tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
 
     def shown_devices(self, devices: str) -> str:
         return f"{self.config.cluster.ranks} ranks on {devices}"

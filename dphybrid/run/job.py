@@ -195,7 +195,7 @@ def build_run(
                 held.enter_context(holding(run.folder))
         try:
             with disk_errors_told(remedy if run else ""):
-                run = _begun(experiment, held, run_name, experiment.engine.tags(tags or {}))
+                run = _begun(experiment, held, run_name, tags or {})
             with disk_errors_told(remedy):
                 yield replace(experiment, found=run)
         except BaseException as error:
@@ -315,9 +315,11 @@ def _recorded(
     """Start the run's record, or continue it; return its id. facts: params about the model."""
     config, data, page, engine = experiment.config, experiment.data, run.page, experiment.engine
     shown = engine.shown_devices(page.devices)
+    ranks = {"dphybrid.ranks": str(config.cluster.ranks)} if config.cluster.several else {}
     all_tags = {
         **_environment_tags(),
         **tags,
+        **ranks,
         "dphybrid.recipe": config.recipe,
         "dphybrid.devices": shown,
         "dphybrid.replicas": str(engine.num_parts(page.devices)),

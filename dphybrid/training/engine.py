@@ -72,10 +72,6 @@ class Engine:
         trains in this process."""
         return False
 
-    def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
-        """Return a run's tags plus those that this engine adds."""
-        return dict(tags)
-
     def shown_devices(self, devices: str) -> str:
         """Return the text that reports show as the devices of a run."""
         return devices
