@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -38,8 +39,6 @@ another; checkpoints with an older one are then refused."""
 
 PARTS = {"train": "to train", "valid": "to validate", "test": "to test"}
 """The parts of prepared data, each with what its rows are for."""
-DESCRIPTION = "description.txt"
-"""File with the description of a prepared folder, for people."""
 _CHUNK_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
@@ -115,7 +114,7 @@ class Prepared:
     @property
     def held_out(self) -> str:
         """A digest of the validation rows: equal for data prepared from the same files with the same rows
-        held out, whatever else is read from them and however."""
+        held out, whatever else is read from them and however, and whatever the test part holds."""
         arrays = self.manifest.arrays
         rows = {name: facts.crc32 for name, facts in arrays.items() if name.startswith("valid_")}
         return value_digest([self.manifest.source_digest or self.digest, rows])
@@ -192,7 +191,8 @@ def check_unchanged(files: Sequence[Path], before: list[tuple[int, int]]) -> Non
 
 
 class Source(Protocol):
-    """Something to prepare. By default it has no options and no files, and `digests` digests its files."""
+    """Something to prepare. By default it has no options, files or test part, and `digests` digests its
+    files."""
 
     @property
     def options(self) -> dict[str, object]:
@@ -207,6 +207,11 @@ class Source(Protocol):
     def digests(self, progress: Progress) -> list[bytes]:
         """Return digests of the source's bytes."""
         return source_digests(self.files, progress)
+
+    @property
+    def num_test_digests(self) -> int:
+        """How many of `digests`, the last ones, are those of the test part, which decides nothing."""
+        return 0
 
     @abstractmethod
     def read(self, progress: Progress, scratch: Path) -> Content:
@@ -236,7 +241,7 @@ def _mapped_array(file: Path, facts: _ArrayFacts) -> Array:
         raise UserError(f"{file}: has {size:,} bytes of {facts.bytes:,}; {_REMEDY}")
     try:
         array: Array = np.load(file, mmap_mode="r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TokenError) as error:  # numpy reads a header as Python, line by line
         raise UserError(f"{file}: is damaged ({error}); {_REMEDY}") from error
     if (array.shape, str(array.dtype)) != (facts.shape, facts.dtype) or array.flags.fnc:
         raise UserError(
@@ -295,7 +300,6 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     if num_rejected:
         where = "see rejected.jsonl in the prepared folder for lines and reasons"
         description = [*description, f"  {counted(num_rejected, 'row')} rejected: {where}"]
-    (partial / DESCRIPTION).write_text("\n".join(description) + "\n", encoding="utf-8")
     facts: dict[str, Any] = dict(content.extra)
     # The arrays' checksums were computed while they were written.
     written = [file for file in sorted(partial.rglob("*")) if file.is_file() and file.suffix != ".npy"]
@@ -414,7 +418,7 @@ def prepare_source(
     def make(scratch: Path) -> Content:
         content = source.read(progress, scratch)
         check_unchanged(source.files, before)
-        return replace(content, extra={**content.extra, "source_digest": combined_digest(digests)})
+        return replace(content, extra={**content.extra, "source_digest": _without_test(source, digests)})
 
     return replace(build_once(folder, name, digest, make), view=view)
 
@@ -428,10 +432,14 @@ def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
 
 
 def source_digest(source: Source) -> str:
-    """Return the digest of only the source's bytes, without its options: it changes when data arrives. Raises
-    UserError if the source cannot be read."""
+    """Return the digest of only the source's bytes, without its options and its test part: it changes when
+    data arrives. Raises UserError if the source cannot be read."""
     with reading_files():
-        return combined_digest(source.digests(_silent))
+        return _without_test(source, source.digests(_silent))
+
+
+def _without_test(source: Source, digests: list[bytes]) -> str:
+    return combined_digest(digests[: len(digests) - source.num_test_digests])
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -2,7 +2,7 @@
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data.store import DESCRIPTION, Prepared
+from dphybrid.data.store import Prepared
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.training.display import preparation_progress
 from dphybrid.util.files import make_folder, naming
@@ -34,4 +34,4 @@ def _summary(data: Prepared, most_lines: int) -> list[str]:
         return lines
     few = [line for line in lines if not line.startswith("    ")]
     few[most_lines - 2 : -1] = []
-    return [*few, f"  {len(lines) - len(few)} more lines about the data: {data.path / DESCRIPTION}"]
+    return [*few, f"  {len(lines) - len(few)} more lines about the data: {data.path / 'manifest.json'}"]

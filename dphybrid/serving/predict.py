@@ -93,7 +93,7 @@ class Predictor:
             raise UserError(
                 f"{folder}: its encoder lacks columns that its model reads; use another checkpoint"
             )
-        self.classes, self.batch_size = self.encoder.classes, batch_size
+        self.classes, self.batch_size = self.encoder.label.classes, batch_size
         self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # as every config of a recipe with an encoder
         self._recipe, self._data, self.no_value = config.recipe, config.data, config.data.no_value

@@ -163,7 +163,7 @@ def test_dictionaries_are_categories_in_any_container(writer: str, tmp_path: Pat
     prepared = from_file(tmp_path / "there", path=str(path))
     (column,) = prepared.manifest.facts["columns"]
     assert column["role"] == "categorical"
-    (known,) = Encoder.load(prepared.path / "encoder").categories
+    (known,) = Encoder.load(prepared.path / "encoder").columns
     assert {*known.learned} <= {*map(str, keys)}
 
 

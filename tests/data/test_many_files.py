@@ -92,7 +92,7 @@ def test_folders_further_up_are_no_partitions_and_brackets_no_patterns(tmp_path:
 
 
 def vocabulary(prepared: Prepared, name: str) -> list[str]:
-    (column,) = [c for c in Encoder.load(prepared.path / "encoder").categories if c.name == name]
+    (column,) = [c for c in Encoder.load(prepared.path / "encoder").columns if c.name == name]
     return column.learned.to_list()
 
 
@@ -168,12 +168,13 @@ def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: 
     [
         ("label = ", ["cannot be read"]),
         ("[columns.n]\nrole = 'number'", ["columns.n.role = 'number'", "numeric"]),
+        ("[columns.n]\nrole = ['numeric']", ["columns.n.role = ['numeric']", "must be"]),
         ("[columns.n]\ntops = 3", ["columns.n.tops = 3"]),
         ("[columns.nn]\nmin_count = 3", ["'nn'", "did you mean 'n'"]),
         ("a = " + "[" * 50_000, ["data.schema_file=", "cannot be read"]),
         (None, ["data.schema_file=/dev/zero", "cannot be read"]),
         *(
-            (f"[columns.word]\nmin_count = {number}", ["schema.toml: min_count = "])
+            (f"[columns.word]\nmin_count = {number}", ["schema.toml: columns.word.min_count = "])
             for number in ("1e23", "9" * 23, "0")
         ),
     ],

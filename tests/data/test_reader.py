@@ -236,7 +236,7 @@ def test_whole_numbers_since_1970_are_times(kind: str, tmp_path: Path) -> None:
     table.write_csv(file) if kind == "csv" else table.write_parquet(file)
     prepared = from_file(file, times=tuple(f"other{unit}" for unit in units))
     assert {*roles_of(prepared).values()} == {"time"}
-    for column in Encoder.load(prepared.path / "encoder").numbers:
+    for column in Encoder.load(prepared.path / "encoder").columns:
         hours, _, days = column.numbers(column.read(table[column.name].cast(pl.String)))
         assert ({*hours.tolist()}, int(days[0])) == ({3.0}, int(seconds[0] // 86_400))
         if "Time" in column.name:
@@ -323,7 +323,7 @@ def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path)
 def test_numbers_that_mean_no_value_in_any_notation(tmp_path: Path) -> None:
     body = "n,y\n" + "".join(f"{-200 if i % 4 == 0 else i * 3 % 50 + 0.5},{i % 2}\n" for i in range(200))
     prepared = from_file_of(tmp_path, body.replace("-200,", "-200.0,"), missing="-200")
-    (column,) = Encoder.load(prepared.path / "encoder").numbers
+    (column,) = Encoder.load(prepared.path / "encoder").columns
     assert (prepared.arrays["dense_BN"][:, 1] == [i % 4 == 0 for i in range(200)]).all()
     assert column.scales[0].mean > 0
 

@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from dphybrid.data import Prepared
-from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.kinds import Category, column_of
+from dphybrid.data.table.encoder import Encoder, old_rows
+from dphybrid.data.table.kinds import Column, column_of
 from dphybrid.data.table.numbers import fit_scale
 from dphybrid.data.table.values import Form
 from tests.preparing import TableDataConfig, from_file, table_of
@@ -48,7 +48,7 @@ def test_roles(name: str, values: list[str], role: str) -> None:
     texts = pl.Series(name, values, dtype=pl.String)
     numbers = [texts.cast(dtype, strict=False) for dtype in (pl.Int64, pl.Float64)]
     cells = next((each for each in numbers if not each.null_count() and values), texts)
-    assert column_of(name, cells, cells, None, {}, TableDataConfig(), Form())[0].role == role
+    assert column_of(name, cells, cells, {}, TableDataConfig(), Form())[0].role == role
 
 
 WHOLE = [
@@ -68,9 +68,9 @@ def test_roles_of_whole_numbers(name: str, values: int, role: str, offset: int) 
     numbers = np.random.default_rng(1).integers(0, values, 3000) * 7 + offset
     numbers[:128] = np.arange(128) % values * 7 + offset
     cells, data = pl.Series(numbers), TableDataConfig()
-    assert column_of(name, cells, cells, None, {}, data, Form())[0].role == role
+    assert column_of(name, cells, cells, {}, data, Form())[0].role == role
     for given in ("numeric", "categorical", "whole"):
-        assert column_of(name, cells, cells, given, {}, data, Form())[0].role == given
+        assert column_of(name, cells, cells, {"role": given}, data, Form())[0].role == given
 
 
 def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
     }
     assert list(roles.values()) == [["real", "cost", "took"], ["word", "big", "flag"], ["day"], ["none"]]
     assert prepared.arrays["dense_BN"][:4, 1].tolist() == [0, 1, 1, 0]
-    (word,) = [c for c in Encoder.load(prepared.path / "encoder").categories if c.name == "word"]
+    (word,) = [c for c in Encoder.load(prepared.path / "encoder").columns if c.name == "word"]
     assert sorted(word.learned) == ["a", "b", "c"]
     (took,) = [column for column in prepared.manifest.facts["columns"] if column["name"] == "took"]
     assert took["role"] == "numeric"  # seconds
@@ -194,9 +194,9 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
 
     (one, its) = encoder("one", ["1000000", "", "7", "8"])
     (other, others) = encoder("other", ["3", "4", "5", "6"])
-    assert [c.scales for c in its.numbers] == [c.scales for c in others.numbers]
-    for encoder in (its, others):
-        assert [c.learned.to_list() for c in encoder.categories] == [["a", "b"]]
+    for mine, theirs in zip(its.columns, others.columns, strict=True):
+        assert (mine.scales, mine.learned.to_list()) == (theirs.scales, theirs.learned.to_list())
+    assert [c.learned.to_list() for c in its.columns] == [[], ["a", "b"]]
     assert one.arrays["dense_BN"][:50].mean() == pytest.approx(0, abs=1e-6)
     assert one.arrays["dense_BN"][50:52, 0].tolist() == [100, 0]  # cut off; no value
     assert one.info["num_dense"] == 1  # no training row misses a value
@@ -208,8 +208,10 @@ def test_categories_by_count_and_hash() -> None:
     train = pl.Series(["a", "b", "b", "c", None, "d", "d", "d"])
 
     def ids(texts: list[str | None], least: int = 1, **options: int) -> list[int]:
-        column = Category(name="c", min_count=least, **options).fitted(train, TableDataConfig())
-        found = column.ids(pl.Series(texts, dtype=pl.String))
+        column = Column(name="c", role="categorical", min_count=least, **options).fitted(
+            train, TableDataConfig()
+        )
+        found = column.encoded(pl.Series(texts, dtype=pl.String)).ids
         assert max(found) < column.num_ids
         return found.tolist()
 
@@ -233,3 +235,53 @@ def test_numbers_of_any_size_come_out_finite() -> None:
         out = scale.standardized(np.array(numbers * 10))
         assert np.isfinite(out).all()
         assert np.abs(out).max() <= 100
+
+
+ROWS = 3000
+
+
+def _split(folder: Path, labels: np.ndarray, numbers: np.ndarray) -> Prepared:
+    """A table whose validation rows are the last quarter."""
+    folder.mkdir()
+    rows = {"a": numbers * 7, "b": np.char.add("s", (numbers % 30).astype(str)), "y": labels}
+    part = np.where(np.arange(len(labels)) < len(labels) * 3 // 4, "train", "valid")
+    pl.DataFrame(rows | {"part": part}).write_csv(folder / "x.csv")
+    return from_file(folder / "x.csv", split="named", split_column="part")
+
+
+def test_other_labels_of_held_out_rows_change_nothing(tmp_path: Path) -> None:
+    """Each value's label is that of the value in one table, drawn at random in the other."""
+    random = np.random.default_rng(2)
+    numbers = random.integers(0, 200, ROWS)
+    effect = random.normal(size=200).round(3)
+    y, z = (np.where(of[numbers] > 0, "yes", "no") for of in (effect, random.permutation(effect)))
+    z[: -ROWS // 4] = y[: -ROWS // 4]
+    assert (y != z).any()
+    one, two = (_split(tmp_path / name, labels, numbers) for name, labels in (("y", y), ("z", z)))
+    for file in ("schema.toml", "encoder/encoder.json", "encoder/vocabularies.parquet"):
+        assert (one.path / file).read_bytes() == (two.path / file).read_bytes()
+    for name in ("ids_BF", "dense_BN", "train_rows", "valid_rows"):
+        assert (one.arrays[name] == two.arrays[name]).all(), name
+
+
+def test_a_whole_number_has_a_row_and_its_number(tmp_path: Path) -> None:
+    numbers = np.arange(ROWS) * 7 % 300
+    rows = {"a": numbers.tolist(), "b": [f"b{i}" for i in range(ROWS)], "y": (numbers % 2).tolist()}
+    prepared = table_of(tmp_path, rows)
+    encoder = Encoder.load(prepared.path / "encoder")
+    texts = pl.Series(["7", "7.0", " 7 ", "+7", "299", "1000", None], dtype=pl.String)
+    arrays = encoder.encode(pl.DataFrame({"a": texts, "b": texts}), ())
+    ids_B, dense_B = arrays["ids_BF"][:, 0], arrays["dense_BN"][:, 0]
+    assert len(set(ids_B[:4].tolist())) == 1
+    assert len(set(ids_B[[0, 4]].tolist())) == 2
+    assert ids_B[5:].tolist() == [1, 0]
+    assert dense_B[0] < dense_B[4] < dense_B[5]
+    typed = encoder.encode(pl.DataFrame({"a": [7.0, 299.0, 1000.0, None], "b": texts[:4]}), ())
+    assert typed["ids_BF"][:, 0].tolist() == ids_B[3:].tolist()
+    # New values follow the known ones, whose rows stay.
+    more = {"a": [*rows["a"], *[-5] * 99], "b": [*rows["b"], *range(99)], "y": [*rows["y"], *[0, 1, 1] * 33]}
+    grown = Encoder.load(table_of(tmp_path, more, base=str(prepared.path)).path / "encoder")
+    assert grown.columns[0].learned.to_list() == [*encoder.columns[0].learned.to_list(), "-5"]
+    assert old_rows(encoder, grown).tolist()[:303] == [*range(302), 1]
+    assert grown.covers(encoder)
+    assert not encoder.covers(grown)

@@ -17,9 +17,9 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
-from dphybrid.data.table.kinds import KINDS, Bag, Category, Column, Numeric
+from dphybrid.data.table.kinds import Column, Encoded
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.values import FIRST_ID, Form, one_width, with_gaps
+from dphybrid.data.table.values import FIRST_ID, MISSING_ID, PADDING_ID, UNKNOWN_ID, Form
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_text
 
@@ -38,10 +38,10 @@ class Unknown:
 
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, name: str, cells: int, unknown: int) -> None:
+    def add(self, column: Column, found: Encoded) -> None:
         """Count further cells of a column."""
-        before = self.counts.get(name, (0, 0))
-        self.counts[name] = before[0] + cells, before[1] + unknown
+        before, now = self.counts.get(column.name, (0, 0)), column.unknown(found)
+        self.counts[column.name] = before[0] + now[0], before[1] + now[1]
 
     def lines(self, columns: Sequence[Column]) -> list[str]:
         """Return warnings about numbers and times that cannot be read, and columns with many more
@@ -51,7 +51,7 @@ class Unknown:
             cells, unknown = self.counts.get(column.name, (0, 0))
             if not unknown:
                 continue
-            if not isinstance(column, Category):
+            if not column.has_ids:
                 noun = "dates or times" if column.role == "time" else "numbers"
                 what = f"{counted(unknown, 'value')} of {cells:,} are no {noun} and count as missing"
                 found.append(f"Column {column.name!r}: {what}")
@@ -73,19 +73,9 @@ class Encoder:
     label: Label
 
     @cached_property
-    def numbers(self) -> list[Column]:
-        """The columns that give numbers, such as times."""
-        return [column for column in self.columns if isinstance(column, Numeric)]
-
-    @cached_property
-    def categories(self) -> list[Category]:
-        """The columns with one value per row that has an embedding."""
-        return [c for c in self.columns if isinstance(c, Category) and c.role == Category.role]
-
-    @cached_property
-    def bags(self) -> list[Bag]:
+    def bags(self) -> list[Column]:
         """The columns with several values per row."""
-        return [column for column in self.columns if isinstance(column, Bag)]
+        return [column for column in self.columns if column.role == "bag"]
 
     @cached_property
     def names(self) -> list[str]:
@@ -111,11 +101,6 @@ class Encoder:
         """The largest `max_items` of the bags."""
         return max((bag.max_items for bag in self.bags), default=1)
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The label's classes, the positive one of two last; empty for numbers."""
-        return self.label.classes
-
     def encode(
         self,
         frame: pl.DataFrame,
@@ -130,27 +115,24 @@ class Encoder:
         """
         dense, ids, bags = list[Array](), list[Array](), list[Array]()
         for column in self.columns:
-            cells = with_gaps(frame.get_column(column.name).alias(""), no_value)
-            if cells.dtype.is_nested() and not isinstance(column, Bag):
-                raise UserError(
-                    f"column {column.name!r} holds {cells.dtype}, but training had single values; write "
-                    "one in each row"
-                )
-            values = column.read(cells)
+            found = column.encoded(frame.get_column(column.name).alias(""), no_value)
             if unknown is not None:
-                unknown.add(column.name, *column.unknown(cells, values))
-            for scale, numbers_B in zip(column.scales, column.numbers(values), strict=True):
+                unknown.add(column, found)
+            for scale, numbers_B in zip(column.scales, found.numbers, strict=True):
                 # "No value" needs a separate input, as it is standardized to 0, like the mean.
                 dense.append(scale.standardized(numbers_B))
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
-            if column.num_ids:
-                (bags if isinstance(column, Bag) else ids).append(column.ids(values))
+            if column.has_ids:
+                (bags if column.role == "bag" else ids).append(found.ids)
         ids = ids or [np.zeros(len(frame), np.int32)] * (not bags)
         arrays = {
             "ids_BF": _side_by_side(ids, len(frame), np.int32),
             "dense_BN": _side_by_side(dense, len(frame), np.float32),
         }
-        return arrays | ({"bags_BFL": one_width(bags, longest)} if bags else {})
+        if bags:
+            width = max(longest, *(ids_BL.shape[1] for ids_BL in bags))
+            arrays["bags_BFL"] = np.stack([padded(ids_BL, width) for ids_BL in bags], axis=1)
+        return arrays
 
     def written(self, data: TableDataConfig) -> "Encoder":
         """Return the encoder for texts in the notation that `data` sets, such as another decimal mark."""
@@ -170,15 +152,14 @@ class Encoder:
     def covers(self, other: "Encoder") -> bool:
         """Return whether this encoder tells apart all that `other` does: it reads the same columns, scales
         numbers and labels equally, and knows every value that `other` knows."""
-        mine, theirs = ([(c.name, c.role, c.form) for c in each.columns] for each in (self, other))
-        if mine != theirs or self.label != other.label:
-            return False
-        return all(mine.covers(theirs) for mine, theirs in zip(self.columns, other.columns, strict=True))
+        pairs = zip(self.columns, other.columns, strict=False)
+        same = len(self.columns) == len(other.columns) and self.label == other.label
+        return same and all(mine.covers(theirs) for mine, theirs in pairs)
 
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)
-        columns = [{"role": c.role, **c.model_dump(mode="json")} for c in self.columns]
+        columns = [column.model_dump(mode="json") for column in self.columns]
         page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
         write_text(folder / "encoder.json", json.dumps(page, indent=1, ensure_ascii=False))
         # Not in the JSON: with millions of values, reading it would take seconds before each prediction.
@@ -199,10 +180,16 @@ class Encoder:
         with misread(folder):
             texts = pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"]
             columns = [
-                KINDS[values.pop("role")](**values, learned=learned)
+                Column(**values, learned=learned)
                 for values, learned in zip(page["columns"], texts, strict=True)
             ]
             return cls(tuple(columns), Label.of(page))
+
+
+def padded(ids: Array, width: int) -> Array:
+    """Return ids of bags (..., L) as (..., width)."""
+    missing = [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])]
+    return np.pad(ids, missing, constant_values=PADDING_ID)
 
 
 def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
@@ -240,9 +227,10 @@ def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     map to the base's unknown id or hash bucket."""
     found = []
     for old, new in zip(base.columns, now.columns, strict=True):
-        if isinstance(old, Category):
+        if old.has_ids:
             hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
-            found.append(np.concatenate([[0, 1], old.ids_of_texts(new.learned), hashed]))
+            known = old.ids(new.learned, new.learned)
+            found.append(np.concatenate([[MISSING_ID, UNKNOWN_ID], known, hashed]))
     return found or [np.arange(FIRST_ID)]
 
 

@@ -6,9 +6,10 @@ Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import polars as pl
@@ -23,16 +24,17 @@ from dphybrid.data.table.values import (
     FLAG_WORDS,
     MISSING_ID,
     NAMES_AN_ID,
+    PADDING_ID,
+    UNITS,
     UNKNOWN_ID,
     Array,
     Form,
-    bag_ids,
+    as_names,
     is_either_order,
     is_odd,
     items_of,
     type_of,
     typed,
-    unit_of,
     with_gaps,
 )
 from dphybrid.util.errors import UserError
@@ -47,12 +49,12 @@ _KNOTS = 128
 """Knots of a number's encoding: of more different whole numbers, it does not tell all apart."""
 _REPEATED = 0.25
 """Whole numbers repeat if this share of the rows holds a value that occurs again."""
+_EARLIEST, _LATEST = 631_152_000, 4_102_444_800
+"""Seconds from 1970 to 1990 and to 2100: whole numbers between them may be times."""
 _INT32_MAX = 2**31 - 1
 """Largest int32: ids are stored as such."""
-_NO_MEMBER = "\0"
-"""Stands for a cell that is no value of its column's type, such as 7.5 among whole numbers: it is unknown,
-not missing."""
 
+_MERGED = "floats beyond 2^53 have merged ids; write them as whole numbers or texts"
 _NUMBERS_ROWS = re.compile(
     r"^(?:|0|#|n|x|unnamed.*|(?:.*[\W_])?(?:index|idx|rows?|rownames?|row_?num|row_?number|line|record|number"
     r"|num|seq|sequence|serial|obs|case))$",
@@ -64,12 +66,59 @@ _NAMES_A_TIME = re.compile(
 )
 
 
-class Column(Section):
-    """A column of a table. The fields of its subclasses are keys of its section in schema.toml.
+Role = Literal["numeric", "whole", "time", "categorical", "bag", "ignore"]
+
+ROLES: dict[Role, tuple[str, ...]] = {
+    "numeric": ("scale",),
+    "whole": ("scale", "min_count", "hash_buckets"),
+    "time": ("scale",),
+    "categorical": ("min_count", "hash_buckets"),
+    "bag": ("min_count", "hash_buckets", "separator", "max_items"),
+    "ignore": (),
+}
+"""The kinds of columns, each with the options that its section in schema.toml may have."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What cells of a column give. cells: None for no value. values: None also for cells of another type.
+    numbers: (B,) each, nan for no value. ids: (B,), of a bag (B, L); empty for a column without ids."""
+
+    cells: pl.Series
+    values: pl.Series
+    numbers: list[Array]
+    ids: Array
+
+
+class Options(Section):
+    """What a user may say of a column: its section of schema.toml."""
+
+    role: Role | None = None
+    scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
+    """log: logarithm, then standardized; standard: standardized; none: as is; auto: log for heavy tails."""
+    min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
+    """Values in fewer training rows than this count as the unknown value."""
+    hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
+    """Embeddings that all other values share by a hash, instead of a single unknown one."""
+    separator: str = Field(default="|", min_length=1, examples=["|"])
+    """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
+    Parquet file."""
+    max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
+    """Number of items of a cell that are looked up, from the first one on."""
+
+
+class Column(Options):
+    """A column of a table, of one of these kinds:
+
+    - numeric: a number;
+    - time: three numbers: the hour, the weekday (1: Monday) and the days since 1970;
+    - categorical: a value with an embedding each, the most frequent ones first;
+    - whole: a whole number whose values repeat: the number, and an embedding for each value;
+    - bag: several items in a cell, such as drama|comedy; the model gets the mean of their embeddings, and an
+      item that occurs twice counts twice;
+    - ignore: not read.
 
     Attributes:
-        role: The kind's name.
-        order: Columns with a smaller one come first in the arrays.
         form: What its values are.
         unseen: The share of values in the validation rows that training does not know, or that are no values
             of the column's type.
@@ -79,152 +128,112 @@ class Column(Section):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    role: ClassVar[str] = ""
-    order: ClassVar[int] = 0
-
     name: str
+    role: Role = "ignore"
     form: Form = Form()
     unseen: float = 0.0
     scales: tuple[Scale, ...] = ()
     # Excluded: the encoder saves the texts of all columns in one Parquet file.
     learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
 
-    @classmethod
-    def options(cls) -> dict[str, Any]:
-        """Return the fields that a section of schema.toml may have."""
-        return {name: field for name, field in cls.model_fields.items() if name not in Column.model_fields}
+    @property
+    def order(self) -> int:
+        """Columns with a smaller one come first in the arrays."""
+        return {"categorical": 1, "bag": 2}.get(self.role, 0)
 
-    @classmethod
-    def options_in(cls, section: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of this kind in a section of schema.toml."""
-        return {key: value for key, value in section.items() if key in cls.options()}
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        """Return the values of cells; None for no value and for cells of another type. cells: of
-        `values.with_gaps`, or of a file."""
-        return typed(cells, self.form)
-
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        """Return the column fitted to the values of the training rows."""
-        return self
-
-    def numbers(self, values: pl.Series) -> list[Array]:
-        """Return the numbers (B,) that the values give, nan for no value."""
-        return []
+    @property
+    def has_ids(self) -> bool:
+        """Whether its values have embeddings."""
+        return self.role in ("whole", "categorical", "bag")
 
     @property
     def num_ids(self) -> int:
         """Number of ids, with those of no value, of unknown values and of hash buckets; 0 without ids."""
-        return 0
+        return FIRST_ID + len(self.learned) + self.hash_buckets if self.has_ids else 0
 
-    def ids(self, values: pl.Series) -> Array:
-        """Return the ids (B,) of values, of a bag (B, L)."""
-        raise NotImplementedError
-
-    def unknown(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
-        """Return how many cells have a value, and how many of these training does not know, or are no values
-        of the column's type. values: `read` of the cells."""
-        filled = int(self._filled(cells).sum())
-        return filled, max(0, filled - (len(values) - values.null_count()))
-
-    def _filled(self, cells: pl.Series) -> pl.Series:
-        """Return a mask (B,) of the cells that have a value, of the column's type or not."""
-        cells = with_gaps(cells, None)
-        if not self.form.none:
-            return cells.is_not_null()
-        none = pl.Series(self.form.none, dtype=pl.Float64).implode()
-        return cells.is_not_null() & ~cells.cast(pl.Float64, strict=False).is_in(none).fill_null(False)
-
-    def extended(self, newer: "Column") -> Self:
-        """Return the column with the values that only `newer` has added; its ids and statistics stay."""
-        more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
-        return self._with(learned=pl.concat([self.learned, more]))
-
-    def covers(self, earlier: "Column") -> bool:
-        """Return whether this column tells apart all that `earlier` does."""
-        knows_all = bool(earlier.learned.is_in(self.learned.implode()).all())
-        return self.scales == earlier.scales and knows_all
-
-    def _with(self, **changes: Any) -> Self:
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        # Not model_copy, which would also copy the cached properties of the old texts.
-        return type(self)(**values | changes)
-
-
-class Ignore(Column):
-    """A column that is not read."""
-
-    role = "ignore"
-
-
-class Numeric(Column):
-    """A number."""
-
-    role = "numeric"
-
-    form: Form = Form(type="number")
-    scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
-    """log: logarithm, then standardized; standard: standardized; none: as is; auto: log for heavy tails."""
+    def read(self, cells: pl.Series) -> pl.Series:
+        """Return the values of cells, of a bag the lists of its items; None for no value and for cells of
+        another type. cells: of `values.with_gaps`, or of a file."""
+        if self.role == "bag":
+            return items_of(with_gaps(cells, None), self.separator).list.head(self.max_items)
+        values = typed(cells, self.form)
+        return values.cast(pl.String) if self.role == "categorical" else values
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        numbers = self.numbers(train.gather_every(step_of(len(train))))
-        return self._with(scales=tuple(fit_scale(numbers_B, self.scale) for numbers_B in numbers))
+        """Return the column fitted to the values of the training rows."""
+        learned, scales = self.learned, [fit_scale(n, self.scale) for n in self.numbers(sample_of(train))]
+        if self.has_ids:
+            values = self._items(train)[1] if self.role == "bag" else train
+            least = data.min_count if self.min_count is None else self.min_count
+            counts = values.drop_nulls().rename("value").value_counts(name="rows")
+            counts = counts.filter(pl.col("rows") >= least)
+            counts = counts.with_columns(self._texts(counts["value"])).drop_nulls()
+            # Ties are broken by the text, as the order of groups depends on threads.
+            learned = counts.sort(["rows", "value"], descending=[True, False])["value"]
+        return self._with(learned=learned, scales=tuple(scales))
+
+    def encoded(self, cells: pl.Series, no_value: Collection[str] | None = None) -> Encoded:
+        """Return what cells of any container give. no_value: as for `values.with_gaps`. Raises UserError for
+        lists in a column of single values."""
+        if cells.dtype.is_nested() and self.role != "bag":
+            raise UserError(
+                f"column {self.name!r} holds {cells.dtype}, but training had single values; write one in "
+                "each row"
+            )
+        cells = with_gaps(cells, no_value, self.form)
+        values = self.read(cells)
+        ids = np.empty(0, np.int32)
+        if self.has_ids:
+            ids = self._bag_ids(values) if self.role == "bag" else self.ids(cells, values)
+        return Encoded(cells, values, self.numbers(values), ids)
+
+    def unknown(self, found: Encoded) -> tuple[int, int]:
+        """Return how many cells, or items of a bag, have a value, and how many of these training does not
+        know, or are no values of the column's type."""
+        if not self.has_ids:
+            return found.cells.count(), found.cells.count() - found.values.count()
+        others = (found.ids == UNKNOWN_ID) | (found.ids >= FIRST_ID + len(self.learned))
+        return int((found.ids > MISSING_ID).sum()), int(others.sum())
 
     def numbers(self, values: pl.Series) -> list[Array]:
-        return [values.fill_null(np.nan).to_numpy()]
-
-
-class Time(Numeric):
-    """Dates and times, as three numbers: the hour, the weekday (1: Monday) and the days since 1970."""
-
-    role = "time"
-    form: Form = Form(type="time")
-
-    def numbers(self, values: pl.Series) -> list[Array]:
+        """Return the numbers (B,) that the values give, nan for no value."""
+        if self.role in ("numeric", "whole"):
+            return [values.fill_null(np.nan).to_numpy()]
+        if self.role != "time":
+            return []
         parts = (values.dt.hour(), values.dt.weekday(), values.dt.date().cast(pl.Int32))
         return [part.cast(pl.Float64).fill_null(np.nan).to_numpy() for part in parts]
 
+    def ids(self, cells: pl.Series, values: pl.Series) -> Array:
+        """Return the ids (B,) of cells, or of items. values: of the cells; a cell without one, such as 7.5
+        among whole numbers, is unknown, not missing."""
+        place_B = self._places(values)
+        ids_B: Array = np.where(place_B < 0, UNKNOWN_ID, place_B + FIRST_ID).astype(np.int32)
+        if self.hash_buckets:
+            others = np.flatnonzero(place_B < 0)
+            # Not hash(): Python salts it differently in each process.
+            sums = (zlib.crc32(str(text).encode()) for text in self._texts(values.gather(others)))
+            first = FIRST_ID + len(self.learned)
+            ids_B[others] = [first + number % self.hash_buckets for number in sums]
+        if cells.null_count():
+            ids_B[cells.is_null().to_numpy()] = MISSING_ID
+        return ids_B
 
-class Category(Column):
-    """A value with an embedding each; the most frequent ones first."""
+    def _bag_ids(self, lists: pl.Series) -> Array:
+        lengths_B = lists.list.len().fill_null(0).to_numpy()
+        ids_BL = np.full((len(lists), lengths_B.max(initial=1)), PADDING_ID, np.int32)
+        # Assigning through a mask goes row by row, which is the order of the items.
+        ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = self.ids(*self._items(lists))
+        ids_BL[lengths_B == 0, 0] = MISSING_ID
+        return ids_BL
 
-    role = "categorical"
-    order = 1
+    def _items(self, lists: pl.Series) -> tuple[pl.Series, pl.Series]:
+        """Return the items of all lists, one after another, and their values."""
+        items = with_gaps(lists.filter(lists.list.len() > 0).explode(), None)
+        return items, typed(items, self.form).cast(pl.String)
 
-    min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
-    """Values in fewer training rows than this count as the unknown value."""
-    hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
-    """Embeddings that all other values share by a hash, instead of a single unknown one."""
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        values = super().read(cells).cast(pl.String)
-        if self.form.type == "text" or values.null_count() == 0:
-            return values
-        odd = values.is_null() & self._filled(cells)
-        return values.set(odd, _NO_MEMBER) if odd.any() else values
-
-    def texts(self, values: pl.Series) -> pl.Series:
-        """Return values as texts."""
-        return values
-
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        least = data.min_count if self.min_count is None else self.min_count
-        counts = self.texts(train).drop_nulls().rename("value").value_counts(name="rows")
-        # Ties are broken by the text, as the order of groups depends on threads.
-        known = counts.filter(pl.col("rows") >= least).sort(["rows", "value"], descending=[True, False])
-        return self._with(learned=known["value"])
-
-    def unknown(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
-        filled, odd = super().unknown(cells, values)
-        return filled, odd + self._unknown(self.ids(values))
-
-    def _unknown(self, ids: Array) -> int:
-        first_bucket = FIRST_ID + len(self.learned)
-        return int(((ids == UNKNOWN_ID) | (ids >= first_bucket)).sum())
-
-    @property
-    def num_ids(self) -> int:
-        return FIRST_ID + len(self.learned) + self.hash_buckets
+    def _texts(self, values: pl.Series) -> pl.Series:
+        return as_names(values, Form(type="whole")) if self.role == "whole" else values
 
     @cached_property
     def _codes(self) -> pl.Expr:
@@ -233,109 +242,48 @@ class Category(Column):
         codes = pl.col("value").cast(pl.Enum(self.learned), strict=False).to_physical()
         return codes.cast(pl.Int32).fill_null(-1)
 
-    def ids(self, values: pl.Series) -> Array:
-        return self.ids_of_texts(self.texts(values))
-
-    def ids_of_texts(self, texts: pl.Series) -> Array:
-        """Return the id (B,) of each text (None: no value)."""
-        codes = texts.alias("value").to_frame().select(self._codes).to_series().to_numpy()
-        ids_B: Array = np.where(codes < 0, UNKNOWN_ID, codes + FIRST_ID).astype(np.int32)
-        if self.hash_buckets:
-            first = FIRST_ID + len(self.learned)
-            for place in np.flatnonzero(codes < 0).tolist():
-                # Not hash(): Python salts it differently in each process.
-                ids_B[place] = first + zlib.crc32(str(texts[place]).encode()) % self.hash_buckets
-        if texts.null_count():
-            ids_B[texts.is_null().to_numpy()] = MISSING_ID
-        return ids_B
-
-
-class Whole(Category, Numeric):
-    """A whole number whose values repeat: the number, and a row for each value. A fraction among them has the
-    row of unknown values."""
-
-    role = "whole"
-    order = 0
-    form: Form = Form(type="number")
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        return Numeric.read(self, cells)
-
-    def texts(self, values: pl.Series) -> pl.Series:
-        whole = values.cast(pl.Int64, strict=False)
-        odd = values.is_not_null() & (whole.is_null() | (values != values.floor()))
-        return whole.cast(pl.String).set(odd, _NO_MEMBER)
-
     @cached_property
-    def _places(self) -> tuple[Array, Array]:
-        """The known values by size, and their ids."""
+    def _by_size(self) -> tuple[Array, Array]:
+        """The learned numbers by size, and their places."""
         known_V = self.learned.cast(pl.Float64).to_numpy()
         order_V = known_V.argsort()
-        return known_V[order_V], order_V + FIRST_ID
+        return known_V[order_V], order_V
 
-    def ids(self, values: pl.Series) -> Array:
-        if self.hash_buckets or not len(self.learned):
-            return super().ids(values)
+    def _places(self, values: pl.Series) -> Array:
+        """Return the places (B,) of values among the learned ones, -1 for others."""
+        if self.role != "whole":
+            return values.alias("value").to_frame().select(self._codes).to_series().to_numpy()
         # Not by their texts, which takes longer.
-        (numbers_B,), (known_V, ids_V) = self.numbers(values), self._places
-        place_B = np.searchsorted(known_V, numbers_B).clip(max=len(known_V) - 1)
-        ids_B = np.where(known_V[place_B] == numbers_B, ids_V[place_B], UNKNOWN_ID).astype(np.int32)
-        ids_B[np.isnan(numbers_B)] = MISSING_ID
-        return ids_B
+        (known_V, order_V), numbers_B = self._by_size, values.cast(pl.Float64).fill_null(np.nan).to_numpy()
+        if not len(known_V):
+            return np.full(len(values), -1)
+        near_B = np.searchsorted(known_V, numbers_B).clip(max=len(known_V) - 1)
+        return np.where(known_V[near_B] == numbers_B, order_V[near_B], -1)
 
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        known = Category.fitted(self, train, data).learned
-        scales = Numeric.fitted(self, train, data).scales
-        return self._with(learned=known.filter(known != _NO_MEMBER), scales=scales)
+    def extended(self, newer: "Column") -> Self:
+        """Return the column with the values that only `newer` has added; its ids and statistics stay."""
+        more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
+        return self._with(learned=pl.concat([self.learned, more]))
 
+    def covers(self, earlier: "Column") -> bool:
+        """Return whether this column reads and scales cells as `earlier` does and knows all its values."""
+        mine, theirs = ((c.name, c.role, c.form, c.scales) for c in (self, earlier))
+        return mine == theirs and bool(earlier.learned.is_in(self.learned.implode()).all())
 
-class Bag(Category):
-    """Several values in a cell, such as drama|comedy; the model gets the mean of their embeddings. An item
-    that occurs twice counts twice."""
-
-    role = "bag"
-    order = 2
-
-    separator: str = Field(default="|", min_length=1, examples=["|"])
-    """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
-    Parquet file."""
-    max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
-    """Number of items of a cell that are looked up, from the first one on."""
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        lists = items_of(with_gaps(cells, None), self.separator, self.max_items)
-        numbers = lists.list.len().fill_null(0)
-        flat = super().read(lists.filter(numbers > 0).explode())
-        rows = pl.Series("row", np.repeat(np.arange(len(lists), dtype=np.uint32), numbers.to_numpy()))
-        found = pl.DataFrame([rows, flat.alias("item")]).group_by("row", maintain_order=True).agg("item")
-        every = pl.DataFrame({"row": pl.int_range(len(lists), dtype=pl.UInt32, eager=True)})
-        joined = every.join(found, "row", "left", maintain_order="left")["item"]
-        return joined.alias(cells.name)
-
-    def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
-        return super().fitted(train.explode().drop_nulls(), data)
-
-    def unknown(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
-        ids_B = self.ids_of_texts(values.explode().drop_nulls())
-        return len(ids_B), self._unknown(ids_B)
-
-    def ids(self, values: pl.Series) -> Array:
-        return bag_ids(values, self.ids_of_texts)
+    def _with(self, **changes: Any) -> Self:
+        # Not model_copy, which would also copy the cached properties of the old texts.
+        return type(self)(**dict(self) | changes)
 
 
-KINDS: dict[str, type[Column]] = {k.role: k for k in (Numeric, Whole, Time, Category, Bag, Ignore)}
-
-
-def step_of(num_rows: int) -> int:
-    """Return the distance of rows of a sample of `FIT_ROWS`, evenly spaced: files are often sorted."""
-    return max(1, -(-num_rows // FIT_ROWS))
+def sample_of(cells: pl.Series) -> pl.Series:
+    """Return at most `FIT_ROWS` cells, evenly spaced: files are often sorted."""
+    return cells.gather_every(max(1, -(-len(cells) // FIT_ROWS)))
 
 
 def column_of(
     name: str,
     every: pl.Series,
     train: pl.Series,
-    role: str | None,
     given: Mapping[str, Any],
     data: TableDataConfig,
     form: Form,
@@ -343,47 +291,47 @@ def column_of(
     """Return a column of the given role, else of the one that fits, and the reason if it is to be said.
 
     every, train: cells of all rows of data.path and of the training rows, as the reader typed them. given:
-    its section of the schema. form: how the reader found its texts written. Raises UserError if the cells do
-    not fit the given role.
+    its role and options, as far as the user says. form: how the reader found its texts written. Raises
+    UserError if the cells do not fit the given role.
     """
+    role = given.get("role")
     if role == "ignore":
-        return Ignore(name=name), "as given"
+        return Column(name=name), "as given"
     if is_odd(train.dtype):
         if role:
             raise UserError(
                 f"column {name!r} holds {train.dtype}, not single values or lists of them; write it otherwise"
             )
         why = f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
-        return Ignore(name=name), why
+        return Column(name=name), why
     if role is None and counts_rows(name, every):
-        return Ignore(name=name), "a row number"
+        return Column(name=name), "a row number"
     cells = with_gaps(train, None)
-    sample = cells.gather_every(step_of(len(cells)))
-    unit = _unit(name, sample, cells, role)
-    found, why = ("time", "") if unit else _role_of(name, sample, cells, role)
-    role, why = role or found, "as given" if role else why
-    kind = KINDS[role]
-    given = kind.options_in(given)
-    if kind is Bag:
+    known = sample_of(cells.drop_nulls())
+    why = "as given"
+    if role is None:
+        role, why = _role_of(name, known, cells)
+    options = {"name": name, **given, "role": role}
+    if role == "bag":
         if "separator" not in given and train.dtype == pl.String:
-            texts = sample.drop_nulls().head(20)
-            given = given | {"separator": "[]" if texts.str.starts_with("[").all() else "|"}
+            options["separator"] = "[]" if known.head(20).str.starts_with("[").all() else "|"
         inner = type_of(getattr(train.dtype, "inner", pl.String()))
-        return Bag(name=name, form=Form(type=cast(Any, inner)), **given), why
+        return Column(form=Form.model_validate({"type": inner}), **options), why
     if train.dtype == pl.List:
         raise UserError(
             f"column {name!r} holds lists, but {role} columns need single values; name it in data.bags or "
             "data.ignore, or write single values"
         )
-    form = form_as(role, sample, form).model_copy(update={"unit": unit})
-    if form.type in ("number", "whole"):
-        form = form.model_copy(update={"none": none_of(data.missing)})
-    column = kind(name=name, form=form, **given)
-    if isinstance(column, Numeric):
+    if role == "categorical" and _have_merged(cells, known):
+        raise UserError(f"data.categorical: column {name!r}: {_MERGED}")
+    unit = _unit_of(cells) if role == "time" else ""
+    form = form_as(role, known, form).model_copy(update={"unit": unit, "none": none_of(data.missing)})
+    column = Column(form=form, **options)
+    if "role" in given and role != "categorical":
         _check_readable(column, cells, data)
     if unit:
         why = f"whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
-    elif kind is Time and is_either_order(sample, form.dates):
+    elif role == "time" and is_either_order(known, form.dates):
         why = f"dates are read as {form.dates}; --data.dateformat says otherwise"
     return column, why
 
@@ -394,27 +342,26 @@ def none_of(missing: Any) -> tuple[float, ...]:
     return tuple(texts.cast(pl.Float64, strict=False).drop_nulls())
 
 
-def form_as(role: str, sample: pl.Series, form: Form) -> Form:
-    """Return the form of the values of a column with a role."""
+def form_as(role: str, known: pl.Series, form: Form) -> Form:
+    """Return the form of the values of a column with a role. known: its values, or a sample of them."""
     if role in ("numeric", "whole"):
         return form.model_copy(update={"type": "number"})
     if role == "time":
-        zone = getattr(sample.dtype, "time_zone", None) or form.zone
+        zone = getattr(known.dtype, "time_zone", None) or form.zone
         return form.model_copy(update={"type": "time", "zone": zone})
-    found = type_of(sample.dtype)
+    found = type_of(known.dtype)
     if found == "number":  # whole numbers beside a missing value are floats in pandas
-        known = sample.drop_nulls().cast(pl.Float64, strict=False)
-        found = "whole" if bool((known == known.floor()).all()) else "number"
-    if found == "whole" and _largest(sample) > EXACT:
+        found = "whole" if _are_whole(known) else "number"
+    if found == "whole" and _largest(known) > EXACT:
         found = "text"
-    if found == "text" and _is_flag(sample):
+    if found == "text" and _is_flag(known):
         found = "flag"
     return form.model_copy(update={"type": found})
 
 
 def _check_readable(column: Column, cells: pl.Series, data: TableDataConfig) -> None:
-    values = typed(cells, column.form.model_copy(update={"none": ()}))
-    odd = cells.filter(cells.is_not_null() & values.is_null())
+    found = column.encoded(cells)
+    odd = cells.filter(found.cells.is_not_null() & found.values.is_null())
     if len(odd) > data.max_rejected * len(cells):
         noun = "date or time" if column.role == "time" else "number"
         raise UserError(
@@ -424,30 +371,18 @@ def _check_readable(column: Column, cells: pl.Series, data: TableDataConfig) -> 
         )
 
 
-def _unit(name: str, sample: pl.Series, cells: pl.Series, given: str | None) -> str:
-    """Return the unit of times that are whole numbers since 1970; empty if they are none. given: the role
-    that the user gives."""
-    named = not NAMES_AN_ID.search(name) and _NAMES_A_TIME.search(name)
-    numeric = type_of(sample.dtype) in ("whole", "number") and sample.dtype != pl.Duration
-    if not numeric or not (given == "time" or (given is None and named)):
-        return ""
-    return unit_of(cells) if _are_whole(sample) and _largest(cells) <= 2**63 else ""
-
-
-def _role_of(name: str, sample: pl.Series, cells: pl.Series, given: str | None) -> tuple[str, str]:
-    """Return the role of a column and why. given: the role that the user gives."""
-    known, kind = sample.drop_nulls(), type_of(sample.dtype)
-    if isinstance(sample.dtype, pl.List | pl.Array):
+def _role_of(name: str, known: pl.Series, cells: pl.Series) -> tuple[str, str]:
+    """Return the role that fits a column, and the reason if it is to be said. known: a sample of the values.
+    cells: of all training rows."""
+    if known.dtype.is_nested():
         return "bag", "lists"
     if not len(known):
-        return ("categorical", "") if cells.count() else ("ignore", "no values")
-    if kind == "time":
-        return "time", ""
-    if sample.dtype == pl.Duration:
-        return "numeric", "in seconds"
-    if kind in ("whole", "number"):
-        return _role_of_numbers(name, known, cells, given)
-    if sample.dtype == pl.String and given is None:
+        return "ignore", "no values"
+    if known.dtype.is_temporal():
+        return ("numeric", "in seconds") if known.dtype == pl.Duration else ("time", "")
+    if known.dtype.is_numeric():
+        return _role_of_numbers(name, known, cells)
+    if known.dtype == pl.String:
         some = known.head(1000)
         if some.str.contains(r"(?s)^\[.*\]$").all():
             return "bag", "lists in brackets"
@@ -457,23 +392,36 @@ def _role_of(name: str, sample: pl.Series, cells: pl.Series, given: str | None) 
     return "categorical", ""
 
 
-def _role_of_numbers(name: str, known: pl.Series, cells: pl.Series, given: str | None) -> tuple[str, str]:
+def _role_of_numbers(name: str, known: pl.Series, cells: pl.Series) -> tuple[str, str]:
+    named_id = bool(NAMES_AN_ID.search(name))
+    if not named_id and _NAMES_A_TIME.search(name) and _unit_of(cells):
+        return "time", ""
     if not _are_whole(known):
         return "numeric", ""
-    named_id, largest = bool(NAMES_AN_ID.search(name)), _largest(cells)
     repeated = float(known.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
-    if largest > EXACT and known.dtype.is_float() and (named_id or repeated or given == "categorical"):
-        merged = "floats beyond 2^53 have merged ids; write them as whole numbers or texts"
-        if given == "categorical":
-            raise UserError(f"data.categorical: column {name!r}: {merged}")
-        return "ignore", merged
-    if largest > EXACT and not known.dtype.is_float():
+    if (named_id or repeated) and _have_merged(cells, known):
+        return "ignore", _MERGED
+    if not known.dtype.is_float() and _largest(cells) > EXACT:
         return "categorical", "whole numbers beyond 2^53"
     if named_id:
         return "categorical", "named like an id"
     if repeated and known.n_unique() > _KNOTS:
         return "whole", "whole numbers that repeat: a row for each value, and the number"
     return "numeric", ""
+
+
+def _have_merged(cells: pl.Series, known: pl.Series) -> bool:
+    """Return whether numbers would be ids whose digits are lost. known: a sample of their values."""
+    return known.dtype.is_float() and _largest(cells) > EXACT and _are_whole(known)
+
+
+def _unit_of(cells: pl.Series) -> str:
+    """Return the unit in which numbers are times from 1990 to 2100; empty if they are none."""
+    if not cells.dtype.is_numeric() or not cells.count() or not _are_whole(cells):
+        return ""
+    low, high = float(cast(Any, cells.min())), float(cast(Any, cells.max()))
+    seconds = {unit: (low * us / 10**6, high * us / 10**6) for unit, us in UNITS.items()}
+    return next((u for u, (low, high) in seconds.items() if low >= _EARLIEST and high <= _LATEST), "")
 
 
 def counts_rows(name: str, cells: pl.Series) -> bool:

@@ -87,15 +87,13 @@ class Label(Section):
     def read(self, cells: pl.Series, no_value: Sequence[str] | None = None) -> Array:
         """Return the numbers, or the numbers of the classes (B,), of cells of any container; nan for no
         value. Raises UserError that names a cell that is neither."""
-        known_B = with_gaps(cells, no_value).is_not_null()
-        values = typed(cells, self.form, no_value)
-        numbers, wanted = values, "a number"
+        filled_B = with_gaps(cells, no_value, self.form).is_not_null()
+        numbers, wanted = typed(cells, self.form, no_value), "a number"
         if self.classes:
             places = {name: float(place) for place, name in enumerate(self.classes)}
-            texts = values.cast(pl.String)
-            numbers = texts.replace_strict(places, default=None, return_dtype=pl.Float64)
+            numbers = numbers.cast(pl.String).replace_strict(places, default=None, return_dtype=pl.Float64)
             wanted = f"one of the model's classes, {', '.join(map(repr, self.classes[:6]))}"
-        if (odd := cells.filter(known_B & numbers.is_null())).len() and not self.form.none:
+        if len(odd := cells.filter(filled_B & numbers.is_null())):
             raise UserError(
                 f"label {self.name!r}: {odd[0]!r} is not {wanted}; correct it, or remove its rows"
             )
@@ -128,34 +126,35 @@ class Label(Section):
 def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
     """Return the label of a column, given its cells of all rows as the reader typed them. Raises UserError if
     `data.task` does not fit the values, or if there are fewer than two."""
-    known = with_gaps(cells, None).drop_nulls()
-    form = form_as("categorical", known, Form(none=none_of(data.missing)))
-    values = typed(known, form).drop_nulls()
-    distinct = values.unique().sort()
-    numeric = form.type in ("number", "whole") or type_of(cells.dtype) == "whole"
-    if data.task == "regression" or (data.task == "auto" and numeric and _too_many_for_classes(distinct)):
-        form = form.model_copy(update={"type": "number"})
-        numbers = typed(known, form.model_copy(update={"none": ()}))
-        if (odd := known.filter(numbers.is_null())).len():
-            raise UserError(
-                f"data.label={name!r}: {odd[0]!r} is not a number; correct it, list it in data.missing, or "
-                "give data.task=multiclass"
-            )
-        _check_values(distinct.cast(pl.String).to_list(), name, data)
-        return Label(task="regression", name=name, form=form)
+    form = Form(none=none_of(data.missing))
+    form = form_as("categorical", with_gaps(cells, None).drop_nulls(), form)
+    known = with_gaps(cells, None, form).drop_nulls()
+    distinct = typed(known, form).unique().sort()
     classes = distinct.cast(pl.String).to_list()
-    odd = known.filter(known.cast(pl.Float64, strict=False).is_null()) if form.type == "text" else known[:0]
-    if data.task == "auto" and 0 < len(odd) <= _FEW_OTHERS * len(known) and len(classes) > _FEW_NUMBERS:
+    is_number = data.task == "regression"
+    if data.task == "auto" and type_of(cells.dtype) in ("number", "whole"):
+        is_number = _are_too_many(distinct)
+    odd = known.filter(typed(known, Form(type="number")).is_null())
+    are_slips = data.task == "auto" and len(odd) <= _FEW_OTHERS * len(known) and len(classes) > _FEW_NUMBERS
+    if len(odd) and (is_number or are_slips):
         raise UserError(
-            f"data.label={data.label}: column {name!r} holds {odd[0]!r} among numbers; correct it, list it "
-            "in data.missing (which leaves its rows out), or give data.task=multiclass"
+            f"data.label={data.label}: column {name!r} holds {odd[0]!r}, which is not a number; correct "
+            "it, list it in data.missing (which leaves its rows out), or give data.task=multiclass"
         )
-    _check_values(classes, name, data)
+    shown = ", ".join(map(repr, sorted(classes)[:6])) + ", ..." * (len(classes) > 6)
+    if len(classes) < 2 or (data.task == "binary" and len(classes) != 2):
+        other = "" if len(classes) < 2 else ", or give another data.task"
+        raise UserError(
+            f"data.label={data.label}: needs two different values, but column {name!r} has "
+            f"{len(classes):,}: {shown} ({data.path}); name another column{other}"
+        )
+    if is_number:
+        return Label(task="regression", name=name, form=form.model_copy(update={"type": "number"}))
     if len(classes) > _MAX_CLASSES:
         raise UserError(
             f"data.label={data.label}: column {name!r} has {len(classes):,} different values, such as "
-            f"{_shown(classes)}, but at most {_MAX_CLASSES:,} classes are supported ({data.path}); name "
-            "another column, or merge rare values"
+            f"{shown}, but at most {_MAX_CLASSES:,} classes are supported ({data.path}); name another "
+            "column, or merge rare values"
         )
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in _POSITIVE and classes[1].lower() not in _POSITIVE:
@@ -163,23 +162,8 @@ def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
     return Label(task="binary" if two else "multiclass", name=name, form=form, classes=tuple(classes))
 
 
-def _too_many_for_classes(numbers: pl.Series) -> bool:
+def _are_too_many(numbers: pl.Series) -> bool:
     """Return whether different numbers are too many, too large or too fine to be names of classes."""
-    if len(numbers) <= 2:
-        return False
     numbers = numbers.cast(pl.Float64, strict=False)
     odd = (numbers.floor() != numbers) | (numbers.abs() > _SMALL_NUMBER)
-    return len(numbers) > _FEW_NUMBERS or bool(odd.any())
-
-
-def _check_values(values: list[str], name: str, data: TableDataConfig) -> None:
-    if len(values) < 2 or (data.task == "binary" and len(values) != 2):
-        other = "" if len(values) < 2 else ", or give another data.task"
-        raise UserError(
-            f"data.label={data.label}: needs two different values, but column {name!r} has "
-            f"{len(values):,}: {_shown(values)} ({data.path}); name another column{other}"
-        )
-
-
-def _shown(values: list[str]) -> str:
-    return ", ".join(repr(value) for value in sorted(values)[:6]) + (", ..." if len(values) > 6 else "")
+    return len(numbers) > 2 and (len(numbers) > _FEW_NUMBERS or bool(odd.any()))

@@ -4,7 +4,6 @@ flags or by an edited schema file."""
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from dphybrid.config import Section, described
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig, bag_of
-from dphybrid.data.table.kinds import KINDS, Column
+from dphybrid.data.table.kinds import ROLES, Column, Options
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
@@ -22,24 +21,13 @@ class SchemaFile(Section):
     """A schema file: the label, and a section for each column."""
 
     label: str | None = None
-    columns: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
+    columns: Mapping[str, Options] = Field(default_factory=dict)
 
 
 def read_schema(path: Path) -> SchemaFile:
     """Read a schema file. Raises UserError that names the file and the wrong values."""
     try:
-        schema = SchemaFile.model_validate(tomllib.loads(read_small_text(path)))
-        known = {key for kind in KINDS.values() for key in kind.options()} | {"role"}
-        for name, section in schema.columns.items():
-            for key, value in section.items():
-                if key not in known:
-                    raise UserError(f"columns.{name}.{key} = {value!r}: no kind of column has this key")
-            if section.get("role", "ignore") not in KINDS:
-                raise UserError(f"columns.{name}.role = {section['role']!r}: unknown; use {', '.join(KINDS)}")
-            # Without a role any kind may claim the column, so every kind checks the keys that it knows.
-            for kind in KINDS.values():
-                kind(name=name, **kind.options_in(section))
-        return schema
+        return SchemaFile.model_validate(tomllib.loads(read_small_text(path)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(
             f"data.schema_file={path}: cannot be read: {error}; give a file like the schema.toml of a "
@@ -51,25 +39,23 @@ def read_schema(path: Path) -> SchemaFile:
             for item in error.errors()
         )
         raise UserError(f"data.schema_file={path}: {wrong}") from error
-    except UserError as error:
-        raise UserError(f"data.schema_file={path}: {error}") from None
 
 
 def schema_text(label: str, columns: Sequence[Column]) -> str:
     """Return a schema as the text of a TOML file."""
     lines = [
         "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
-        f"# role: {', '.join(KINDS)}. Options that are not set are commented out: remove",
+        f"# role: {', '.join(ROLES)}. Options that are not set are commented out: remove",
         "# the # to set an option.",
         f"label = {toml_text(label)}",
     ]
     for column in columns:
         lines += ["", f"[columns.{toml_text(column.name)}]", f'role = "{column.role}"']
         described(type(column))
-        for key, field in column.options().items():
-            value = getattr(column, key)
+        for key in ROLES[column.role]:
+            field, value = Column.model_fields[key], getattr(column, key)
             used = value is not None and value != field.get_default(call_default_factory=True)
-            shown = value if used else field.examples[0]
+            shown = value if used or not field.examples else field.examples[0]
             text = toml_text(shown) if isinstance(shown, str) else str(shown).lower()
             sentence = "" if used else f"  # {field.description}".replace("\n", " ")
             lines.append(f"{'' if used else '# '}{key} = {text}{sentence}")
@@ -94,42 +80,28 @@ def find_column(names: Sequence[str], name: str, field: str, header: bool, path:
     raise UserError(f"{field}={name!r}: {path} has no such column; {hint}columns: {listed}")
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the user says of a column: its role, if it is given, and its options. found: its name."""
-
-    role: str | None
-    section: Mapping[str, Any]
-
-
 def roles_given(
     names: Sequence[str], data: TableDataConfig, schema: SchemaFile, taken: Mapping[str, str], header: bool
-) -> dict[str, Given]:
-    """Return what flags, else the schema, say of each column of `names`. taken: label and weight, each with
-    the field that names it. Raises UserError for a column that is missing or is named twice."""
-    by_flag: dict[str, tuple[str, dict[str, Any]]] = {}
+) -> dict[str, dict[str, Any]]:
+    """Return what flags, else the schema, say of each column of `names`: its role, if it is given, and its
+    options. taken: label and weight, each with the field that names it. Raises UserError for a column that is
+    missing or is named twice."""
+    named_by, by_flag = dict(taken), dict[str, dict[str, Any]]()
     for field, role in ROLE_FIELDS.items():
         for given in getattr(data, field):
             name, separator = (given, "") if field != "bags" or given in names else bag_of(given)
             if field == "ignore" and name not in names and not (name.isdigit() and int(name) < len(names)):
                 continue  # left out already
             found = find_column(names, name, f"data.{field}", header, data.path)
-            other = taken.get(found) or (by_flag[found][0] if found in by_flag else "")
-            if other:
+            if found in named_by:
                 raise UserError(
-                    f"data.{field}={name!r}: this column is already named as {other}; name it once"
+                    f"data.{field}={name!r}: this column is already named as {named_by[found]}; name it once"
                 )
-            by_flag[found] = role, {"separator": separator} if separator else {}
+            named_by[found] = role
+            by_flag[found] = {"role": role} | ({"separator": separator} if separator else {})
     where = "data.schema_file: columns" if data.schema_file else "columns"
     sections = {
-        find_column(names, name, where, header, data.path): section
+        find_column(names, name, where, header, data.path): section.model_dump(exclude_unset=True)
         for name, section in schema.columns.items()
     }
-    roles = dict[str, Given]()
-    for name in names:
-        section = dict(sections.get(name, {}))
-        of_schema = section.pop("role", None)
-        by_name = by_flag.get(name)
-        own = by_name[0] if by_name else str(of_schema) if of_schema else None
-        roles[name] = Given(own, section | (by_name[1] if by_name else {}))
-    return roles
+    return {name: {**sections.get(name, {}), **by_flag.get(name, {})} for name in names}

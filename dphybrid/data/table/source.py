@@ -19,7 +19,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Progress, Source, check_unchanged, file_stamps, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import Rows, find_parts, names_of, partitions, read_rows
-from dphybrid.data.table.kinds import Bag, Category, Column, Ignore, column_of
+from dphybrid.data.table.kinds import Column, column_of
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.schema import SchemaFile, find_column, read_schema, roles_given, schema_text
@@ -73,6 +73,10 @@ class TableSource(Source):
     @property
     def files(self) -> tuple[Path, ...]:
         return self.read_files + self.held_files + self.test_files
+
+    @property
+    def num_test_digests(self) -> int:
+        return len(self.test_files)
 
     @cached_property
     def schema(self) -> SchemaFile:
@@ -174,7 +178,7 @@ class TableSource(Source):
             if len(rows_P := np.flatnonzero(split.part_B == part)):
                 parts[f"{name}_rows"] = rows_P
         fitted = self._fitted(rows, taken, num_own, split.part_B, progress)
-        used = [each.column for each in fitted if not isinstance(each.column, Ignore)]
+        used = [each.column for each in fitted if each.column.role != "ignore"]
         encoder = Encoder(tuple(sorted(used, key=lambda column: column.order)), label)
         if not encoder.columns:
             why = "".join(f"; {one.column.name}: {one.reason}" for one in fitted if ";" in one.reason)
@@ -227,24 +231,22 @@ class TableSource(Source):
             train = cells.filter(train_B)
             if name in before:
                 column, why = before[name], "as in data.base"
-            elif name in rows.index and given[name].role is None:
-                column, why = Ignore(name=name), "the index of the rows"
+            elif name in rows.index and "role" not in given[name]:
+                column, why = Column(name=name), "the index of the rows"
             else:
-                role, section = given[name].role, dict(given[name].section)
                 form = rows.forms.get(name, Form())
-                column, why = column_of(name, cells.head(num_own), train, role, section, data, form)
+                column, why = column_of(name, cells.head(num_own), train, given[name], data, form)
                 if not why and column.role == "categorical" and train.dtype == pl.String:
                     why = remedy(name, train)
             one = _Fitted(column, why, _samples(train))
-            if not isinstance(column, Ignore):
+            if column.role != "ignore":
                 newer = column.fitted(column.read(train), data)
                 column = column.extended(newer) if name in before else newer
                 held = cells.filter(valid_B)
                 held = held.gather_every(-(-len(held) // _UNSEEN_ROWS) or 1)
-                num_cells, num_unseen = column.unknown(held, column.read(held))
-                unseen = num_unseen / max(1, num_cells)
-                one = replace(one, column=column.model_copy(update={"unseen": unseen}))
-            if isinstance(column, Bag):
+                filled, unknown = column.unknown(column.encoded(held))
+                one = replace(one, column=column.model_copy(update={"unseen": unknown / max(1, filled)}))
+            if column.role == "bag":
                 lengths = items_of(cells, column.separator).list.len().fill_null(0)
                 longest = min(column.max_items, int(cast(int, lengths.max() or 0)))
                 one = replace(one, too_long=int((lengths > column.max_items).sum()), longest=longest)
@@ -446,10 +448,10 @@ def _description(
         lines.append(f"validation values without a training row: {shares}")
     for one in fitted:
         column = one.column
-        if isinstance(column, Category) and not len(column.learned) and not column.hash_buckets:
+        if column.has_ids and not len(column.learned) and not column.hash_buckets:
             flag = as_flags({"data.ignore": [column.name]})
             lines.append(f"{column.name}: hardly any value occurs twice, so all share one embedding; {flag}")
-        if isinstance(column, Bag) and one.too_long:
+        if one.too_long:
             cells = counted(one.too_long, "cell holds", "cells hold")
             lines.append(
                 f"{column.name}: {cells} more than {column.max_items} items; only the first "

@@ -10,7 +10,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.encoder import Base, Encoder, old_ids
+from dphybrid.data.table.encoder import Base, Encoder, old_ids, padded
 from dphybrid.data.table.kinds import form_as
 from dphybrid.data.table.values import PADDING_ID, Form, as_names, in_time
 from dphybrid.util.errors import UserError, counted
@@ -229,10 +229,9 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     for arrays in blocks:
         cells = [arrays[name] for name in ("ids_BF", "dense_BN", "labels_B")]
         if "bags_BFL" in arrays:
-            # Padded to one width: an array is as wide as its table's longest bag, and equal rows of two
-            # tables must have equal keys.
-            pads = ((0, 0), (0, 0), (0, max_items - arrays["bags_BFL"].shape[2]))
-            cells.append(np.pad(arrays["bags_BFL"], pads, constant_values=PADDING_ID))
+            # An array is as wide as its table's longest bag, and equal rows of two tables must have equal
+            # keys.
+            cells.append(padded(arrays["bags_BFL"], max_items))
         columns = [column_B for array in cells for column_B in array.reshape(len(array), -1).T]
         frame = pl.DataFrame([pl.Series(str(place), column_B) for place, column_B in enumerate(columns)])
         # Only compared within this process, and never saved: another version of polars may hash differently.
@@ -248,10 +247,9 @@ def _equal_before(keys_B: Array) -> Array:
 
 def _counts(keys_B: Array, among: Array) -> Array:
     """Return how many rows of `among` equal each row (B,)."""
-    values, counts = np.unique(among, return_counts=True)
-    place_B = np.searchsorted(values, keys_B).clip(max=len(values) - 1)
-    found_B: Array = np.where(values[place_B] == keys_B, counts[place_B], 0)
-    return found_B
+    counts = pl.Series("key", among).value_counts(name="rows")
+    found = pl.DataFrame({"key": keys_B}).join(counts, "key", how="left", maintain_order="left")
+    return found["rows"].fill_null(0).cast(pl.Int64).to_numpy()
 
 
 def _part_keys(base: Base, part: str, within: Encoder | None = None) -> Array:

@@ -130,6 +130,10 @@ class _TripleSource(Source):
     def files(self) -> tuple[Path, ...]:
         return tuple(self.parts.values())
 
+    @property
+    def num_test_digests(self) -> int:
+        return 1 if "test" in self.parts else 0
+
     def read(self, progress: Progress, scratch: Path) -> Content:
         d, rejected, notes, frames = self.data, list[Rejected](), list[str](), dict[str, pl.DataFrame]()
         for done, (part, file) in enumerate(self.parts.items()):

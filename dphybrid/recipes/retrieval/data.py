@@ -129,6 +129,10 @@ class _InteractionSource(Source):
         values |= {"test_files": len(self.test_files)} if self.test_files else {}
         return values | {"sample": not self.read_files, "partitions": found if any(found) else []}
 
+    @property
+    def num_test_digests(self) -> int:
+        return len(self.test_files)
+
     def read(self, progress: Progress, scratch: Path) -> Content:
         d, notes, rejected = self.data, list[str](), list[Rejected]()
         forms = {"user": Form(), "item": Form()} if not self.read_files else dict[str, Form]()

@@ -122,6 +122,10 @@ class _TextSource(Source):
         own = [] if self.root else [repr(sorted(_python_reference().items())).encode()]
         return [*own, *source_digests(self.files, progress)]
 
+    @property
+    def num_test_digests(self) -> int:
+        return len(self.parts.get("test", ()))
+
     def documents(self, part: str) -> Documents:
         """Return the documents of a part that have text."""
         files, encoding = self.parts[part], self.data.encoding
