@@ -180,7 +180,9 @@ def test_a_column_without_values_in_one_file_has_the_type_of_the_others(tmp_path
         "day": pl.Series([DAY]),
     }
     files = [tmp_path / f"{number}.parquet" for number in range(3)]
-    for file, cells in zip(files, (types, dict.fromkeys(types), types), strict=True):
+    more = pl.Series([1]), pl.Series([["x"]])  # which the first file lacks
+    tables = types, dict.fromkeys(types) | {"more": more[0]}, types | {"more": more[1]}
+    for file, cells in zip(files, tables, strict=True):
         pl.DataFrame(cells).write_parquet(file)
     rows = read_rows(files, TableDataConfig(path=str(tmp_path)), tmp_path / "scratch")
     assert [*rows.frame.collect_schema().values()] == [cells.dtype for cells in types.values()]

@@ -242,10 +242,8 @@ def _one_table(parts: Sequence[Part]) -> tuple[pl.LazyFrame, list[str]]:
     frames, notes, first = list[pl.LazyFrame](), list[str](), parts[0].file
     for part in parts:
         own = part.frame.collect_schema()
-        added = {name: pl.lit(text, pl.String) for name, text in _of_folders(part.file).items()}
-        frames.append(
-            part.frame.with_columns(**{name: text for name, text in added.items() if name not in own})
-        )
+        added = {n: pl.lit(text, pl.String) for n, text in _of_folders(part.file).items() if n not in own}
+        frames.append(part.frame.with_columns(**added))
     schemas = [frame.collect_schema() for frame in frames]
     names = schemas[0].names()
     for part, schema in zip(parts, schemas, strict=True):
@@ -268,7 +266,8 @@ def _one_table(parts: Sequence[Part]) -> tuple[pl.LazyFrame, list[str]]:
                 "one of them"
             )
         texts += [name] if len(types) > 1 and not all(dtype.is_numeric() for dtype in types) else []
-    frames = [frame.with_columns(by_name(*texts, require_all=False).cast(pl.String)) for frame in frames]
+    as_text = by_name(*texts, require_all=False).cast(pl.String)
+    frames = [f.select(by_name(*names, require_all=False)).with_columns(as_text) for f in frames]
     return pl.concat(frames, how="diagonal_relaxed").select(by_name(*names)), notes
 
 
