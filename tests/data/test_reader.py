@@ -128,6 +128,11 @@ def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> No
         ("x.csv", b"\n\n", "is empty"),
         ("x.csv", b"a,b\n" + b"1,\xe9\n" * 30, "not UTF-8 text; set data.encoding"),
         ("x.csv.gz", gzip.compress(b"a,b\n1,2\n" * 3000, mtime=0)[:-9], "not a complete gzip file"),
+        (
+            "x.csv.gz",
+            gzip.compress(b"a,b\n1,2\n" * 9, mtime=0)[:12] + b"\xff" * 30,
+            "not a complete gzip file",
+        ),
         ("x.jsonl", b'{"a": 1}\n{"a": }\n', "cannot be read as JSON lines"),
         ("x.jsonl", b'{"a": "\xe9"}\n', "or its first line is not JSON in UTF-8; write JSON lines"),
         ("x.jsonl", b'{"a": 1, "A": 2}\n', "'a' and 'A' differ only in case; rename one"),
@@ -154,6 +159,15 @@ def test_types_that_polars_lacks_are_refused_with_a_sentence(tmp_path: Path) -> 
     parquet.write_table(pyarrow.table({"a": wide, "y": [0, 1] * 30}), tmp_path / "x.parquet")
     with refused("cannot be read as Parquet: .*precision"):
         from_file(tmp_path / "x.parquet")
+
+
+def test_damage_behind_the_metadata_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "x.arrow"
+    pl.DataFrame({"a": [f"a long text {i}" for i in range(60)], "y": [0, 1] * 30}).write_ipc(file)
+    starts = file.read_bytes().split(b"a lo")
+    file.write_bytes(b"a lo".join(starts[:50]) + b"b lo" + b"a lo".join(starts[50:]))
+    with refused(r"data.path=.*x.arrow: cannot be read: .*; write it again"):
+        from_file(file)
 
 
 def test_columns_come_and_go_between_files(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -394,7 +395,7 @@ def head_of(file: Path, size: int = _HEAD) -> bytes:
     try:
         with opened(file, "rb") as stream:
             return bytes(stream.read(size))
-    except (OSError, EOFError, zstd.ZstdError) as error:
+    except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise _unpackable(file, error) from error

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -81,7 +82,8 @@ class Rows:
 
     def column(self, name: str) -> pl.Series:
         """Return a whole column, without its name: methods of a series read names such as `*` as patterns."""
-        cells = self.frame.select(by_name(name)).collect(engine="streaming").to_series().alias("")
+        with self._reading():
+            cells = self.frame.select(by_name(name)).collect(engine="streaming").to_series().alias("")
         return cells if self.kept_B.all() else cells.filter(pl.Series(self.kept_B))
 
     def chunks(self, names: Sequence[str] | None = None) -> Iterator[pl.DataFrame]:
@@ -91,10 +93,21 @@ class Rows:
             yield frame.head(0).collect()
             return
         start, whole = 0, self.kept_B.all()
-        for chunk in frame.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
-            kept_B = self.kept_B[start : start + len(chunk)]
-            start += len(chunk)
-            yield chunk if whole else chunk.filter(pl.Series(kept_B))
+        with self._reading():
+            for chunk in frame.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
+                kept_B = self.kept_B[start : start + len(chunk)]
+                start += len(chunk)
+                yield chunk if whole else chunk.filter(pl.Series(kept_B))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise UserError for a damaged Parquet or Arrow file, of which only the metadata was read before."""
+        try:
+            yield
+        except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+            first = self.parts[0].file
+            where = f"{first}" if len(self.parts) == 1 else f"{first} or another file"
+            raise UserError(f"data.path={where}: cannot be read: {error}; write it again") from error
 
     def lines(self) -> tuple[pl.Series, pl.Series]:
         """Return the file and the line of each row that was read, used or not."""
