@@ -74,25 +74,6 @@ def test_cells_are_taken_apart() -> None:
     assert lists.to_list() == [["a", "b"], ["c"], ["d"], ["1", "2"]]
 
 
-def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
-    rows = clicks(3000, 0)
-    rows[5] = (" t1 ||t2|", "x", 1)
-    prepared = made(tmp_path, rows)
-    assert [(c["name"], c["role"]) for c in prepared.info["columns"]][-1] == ("tags", "bag")
-    bags_BFL = prepared.arrays["bags_BFL"]
-    assert bags_BFL.shape == (3000, 1, 5)
-    encoder = Encoder.load(prepared.path / "encoder")
-    frame = pl.read_csv(tmp_path / "x.csv", infer_schema=False)
-    assert np.array_equal(encoder.encode(frame, ())["bags_BFL"], bags_BFL)
-    tags = encoder.bags[0].learned.to_list()
-    assert [tags[i - 2] if i >= 2 else int(i) for i in bags_BFL[5, 0]] == ["t1", "t2", -1, -1, -1]
-    schema = tmp_path / "schema.toml"
-    schema.write_text((prepared.path / "schema.toml").read_text())
-    again = made(tmp_path, rows, bags=(), schema_file=str(schema))
-    assert again.digest != prepared.digest  # written down otherwise
-    assert np.array_equal(again.arrays["bags_BFL"], bags_BFL)
-
-
 def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_path: Path) -> None:
     held = write(tmp_path / "held.csv", [("a;new;a;a", "x", 1), ("rare", "x", 0)])
     rows = [("a;b;c;a;a", "x", 0), ("a;b", "x", 1), ("a;rare", "", 1), ("", "x", 0)] * 2
@@ -105,6 +86,7 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     prepared = made(tmp_path, rows, **told)
     (tags,) = Encoder.load(prepared.path / "encoder").bags
     assert (tags.learned.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
+    assert 'separator = ";"\nmax_items = 3' in (prepared.path / "schema.toml").read_text()
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
     # the third holds a rare item (seen once), the last no value
     assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]

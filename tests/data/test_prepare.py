@@ -12,7 +12,6 @@ from dphybrid.data.table.encoder import open_base
 from dphybrid.data.table.splits import unseen_rows
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.tokens import tokenize
 from dphybrid.util.files import read_json
 from tests.commands import command
 from tests.conftest import SHARED
@@ -134,10 +133,6 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     words = read_json(prepared.path / "encoder/words.json")["words"]
     assert f"only{held.removesuffix('.txt')}" not in words
     assert sum(word.startswith("only") for word in words) == 9
-
-
-def test_words_and_punctuation_are_tokens() -> None:
-    assert tokenize("Don't <unk> x_1 = 3.5!") == ["don", "'", "t", "<unk>", "x_1", "=", "3", ".", "5", "!"]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not here")

@@ -61,6 +61,7 @@ def test_files_named_train_valid_and_test_are_these_parts(tmp_path: Path) -> Non
 def test_words_keep_their_marks_and_signs_stay_whole(tmp_path: Path) -> None:
     assert tokenize("हिन्दी भाषा, ที่ Cafe\u0301!") == ["हिन्दी", "भाषा", ",", "ที่", "café", "!"]
     assert tokenize("<unk> <eos> </s> a<b") == ["<unk>", "<eos>", "</s>", "a", "<", "b"]
+    assert tokenize("Don't x_1 = 3.5!") == ["don", "'", "t", "x_1", "=", "3", ".", "5", "!"]
     file = tmp_path / "x.txt"
     file.write_bytes("\n".join(f"naïve café {i % 9}" for i in range(99)).encode("latin-1"))
     prepared = prepare(
