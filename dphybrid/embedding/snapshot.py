@@ -61,7 +61,8 @@ class Snapshot:
         """Raise UserError if something other than an update has changed a table meanwhile."""
         with self._lock:
             for name, table in self._tables.items():
-                if table.was_changed_by_hand():
+                changed = (t._version - table.updates != table.versions[k] for k, t in table.tensors.items())
+                if any(changed):
                     raise UserError(
                         f"table {name!r}: was changed by something other than its optimizer while a "
                         "checkpoint was being written, which was not completed; continue with --resume (a "
@@ -70,11 +71,11 @@ class Snapshot:
 
 
 class _Table:
-    """A table in a snapshot. updates: how often it has been updated since."""
+    """A table in a snapshot. versions: of its tensors then. updates: how often it has been updated since."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.updates = dict(sorted(tensors.items())), 0
-        self._versions = {key: tensor._version for key, tensor in self.tensors.items()}
+        self.versions = {key: tensor._version for key, tensor in self.tensors.items()}
         num_rows = len(next(iter(self.tensors.values())))
         # All of these take memory only where they are written.
         self._slot_V = zero_rows((num_rows,), torch.int32).numpy()  # slot among those put aside, from 1 on
@@ -112,11 +113,6 @@ class _Table:
         rows[old] = self._aside[key][slot[old].long() - 1]
         self._rows_read[key] = stop // width
         return rows.view(-1)[start - first * width : stop - first * width]
-
-    def was_changed_by_hand(self) -> bool:
-        return any(
-            tensor._version != self._versions[key] + self.updates for key, tensor in self.tensors.items()
-        )
 
 
 class SnapshotTensor:

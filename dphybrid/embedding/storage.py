@@ -178,12 +178,10 @@ def open_rows(
     kind, size = _NEW_ROWS.get(), math.prod(shape) * dtype.itemsize
     if kind == "deferred":  # one value expanded to all: the shape without the memory
         return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
-    if storage not in ("memory", "mmap"):
-        raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
-    if (folder is None) != (storage == "memory") or not (folder is None or folder.is_dir()):
+    if (storage, folder) != ("memory", None) and (storage != "mmap" or folder is None or not folder.is_dir()):
         raise UserError(
-            f"table {name!r}: storage={storage!r} with path={folder}; mmap needs the path of a "
-            "folder, memory takes none"
+            f"table {name!r}: storage={storage!r} with path={folder}; use memory without a path, or mmap "
+            "with the path of a folder"
         )
     _check_fits(
         size, f"table {name!r}: {shape[0]:,} rows x {shape[1]} of {dtype} are {size / GIB:.3g} GiB", folder

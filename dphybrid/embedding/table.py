@@ -149,10 +149,7 @@ class HostEmbedding(nn.Module):
         return table
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. One called `weight` gets a `RowsInfo`, unless another table has it, too.
-
-        torch calls this for every new weight: an assignment, `from_pretrained`.
-        """
+        # torch calls this for every new weight: an assignment, `from_pretrained`.
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
             self._own(param)

@@ -1,6 +1,5 @@
 """Gradients of several lookups belong to the graph that makes them, and tables follow what torch's users do
-to an
-nn.Embedding: initial values, sharing, a longer weight, forks."""
+to an nn.Embedding: initial values, sharing, a longer weight, forks."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
