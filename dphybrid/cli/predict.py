@@ -104,17 +104,14 @@ class Flags(Command):
         return 0
 
     def _continue_text(self) -> int:
-        from dphybrid.recipes.registry import find_recipe
+        from dphybrid.recipes.text.continuing import continued
         from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
-        from dphybrid.training.checkpoint import read_state
 
         assert self.prompt is not None
         checkpoint = find_checkpoint(self.model, load_settings())
-        state = read_state(checkpoint)
-        pieces = find_recipe(str(state.config["recipe"])).continue_text(
+        pieces = continued(
             checkpoint,
             model_from_checkpoint(checkpoint, self.devices),
-            state.info,
             self.prompt,
             length=self.length,
             temperature=self.temperature,

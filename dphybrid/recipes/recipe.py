@@ -2,7 +2,7 @@
 name."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -297,13 +297,6 @@ class Recipe:
         from dphybrid.recipes.predicting import RowsPredictor
 
         return RowsPredictor(self.name, self.predict, checkpoint, build(), batch_size)
-
-    def continue_text(
-        self, checkpoint: Path, model: "nn.Module", info: Mapping[str, Any], prompt: str, **options: Any
-    ) -> "Iterator[str]":
-        """Yield pieces of a text that continues `prompt`. options: of `predict --prompt`. Raises UserError
-        for a recipe that writes no text."""
-        raise UserError(f"recipe {self.name}: writes no text; --prompt is for recipe text")
 
     def prepare(
         self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None

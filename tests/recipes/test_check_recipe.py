@@ -31,11 +31,6 @@ class Sound(NewRecipe):
         return self.net(context)
 
 
-class FailsToRead(Sound):
-    def rows(self, data: Any, seed: int) -> Any:
-        return {}["ratings"]
-
-
 class OtherData(Sound):
     def rows(self, data: Any, seed: int) -> Any:
         return super().rows(data, int(np.random.default_rng().integers(2**31)))
@@ -132,7 +127,6 @@ def check(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("FailsToRead", KeyError, "ratings"),
         ("OtherData", UserError, "draw all random numbers from the seed"),
         ("NoSuchOutput", UserError, "reads 'stars', which neither batches nor outputs have"),
         ("FailsInTraining", RuntimeError, "the shapes do not fit"),

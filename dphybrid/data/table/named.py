@@ -24,11 +24,14 @@ def complete_rows(
 ) -> tuple[pl.DataFrame, list[Rejected]]:
     """Return the rows of `frame` that have a value in each needed column, and all rejected rows: those that
     could not be read, and the others. rows: as they were read; `frame` has values of all of them."""
-    rejected, is_complete_B = list(rows.rejected), pl.Series([True]).new_from_index(0, len(frame))
+    rejected, gaps = list(rows.rejected), frame.select(by_name(*needed).is_null())
+    if not gaps.select(pl.any_horizontal(pl.all()).any()).item():
+        return frame, rejected
     of_file, lines = rows.lines()
+    left_out_B = pl.Series([False]).new_from_index(0, len(frame))
     for name in needed:
-        for row in (is_complete_B & frame[name].is_null()).arg_true():
-            line = Rejected(file=of_file[row], line=lines[row], reason=f"no value in {name!r}")
-            rejected.append(line)
-        is_complete_B &= frame[name].is_not_null()
-    return frame.filter(is_complete_B), rejected
+        for row in (gaps[name] & ~left_out_B).arg_true():
+            why = f"no value in {name!r}"
+            rejected.append(Rejected(file=of_file[row], line=lines[row], reason=why))
+        left_out_B |= gaps[name]
+    return frame.filter(~left_out_B), rejected

@@ -72,10 +72,10 @@ class SideBySide(nn.Linear):
 
 
 def _side_by_side(weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
-    weights, found = weight.split([each.shape[1] for each in inputs], dim=1), bias
-    for each, part in zip(inputs, weights, strict=True):
-        found = torch.addmm(found, each, part.T)
-    return found
+    weights, out = weight.split([values.shape[1] for values in inputs], dim=1), bias
+    for values, part in zip(inputs, weights, strict=True):
+        out = torch.addmm(out, values, part.T)
+    return out
 
 
 class _SideBySide(torch.autograd.Function):
@@ -85,11 +85,7 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(weight, *inputs)
-        weights = weight.split([each.shape[1] for each in inputs], dim=1)
-        found = torch.addmm(bias, inputs[0], weights[0].T)
-        for each, part in zip(inputs[1:], weights[1:], strict=True):
-            found.addmm_(each, part.T)  # in place, unlike `_side_by_side`
-        return found
+        return _side_by_side(weight, bias, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -147,17 +143,10 @@ class DCN(nn.Module):
         super().__init__()
         inputs = s.num_columns * s.dim + s.num_dense
         self.deep = s.network(inputs)
-        thin = [s.cross_rank] if s.cross_rank else []
-        widths = [inputs, *thin, inputs]
-        self.cross = nn.ModuleList(
-            nn.Sequential(
-                *(
-                    nn.Linear(narrow, wide, bias=layer == len(widths) - 2)
-                    for layer, (narrow, wide) in enumerate(itertools.pairwise(widths))
-                )
-            )
-            for _ in range(s.cross_layers)
-        )
+        self.cross = nn.ModuleList()
+        for _ in range(s.cross_layers):
+            thin = [nn.Linear(inputs, s.cross_rank, bias=False)] if s.cross_rank else []
+            self.cross.append(nn.Sequential(*thin, nn.Linear(s.cross_rank or inputs, inputs)))
         self.linear = nn.Linear(inputs, s.outputs, bias=False)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:

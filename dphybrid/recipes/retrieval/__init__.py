@@ -24,11 +24,6 @@ FULL_ITEMS = 100_000
 """With at most this many items model.softmax=auto compares with all of them."""
 
 
-def softmax_for(num_items: int) -> Literal["full", "sampled"]:
-    """Return what model.softmax=auto means for this many items."""
-    return "full" if num_items <= FULL_ITEMS else "sampled"
-
-
 class RetrievalDataConfig(RowFiles):
     """The interactions, their columns, and the items that compete with a user's item in training."""
 
@@ -127,6 +122,10 @@ class RetrievalModelConfig(ModelConfig):
     heads: int = Field(default=2, ge=1, le=64)
     """transformer: attention heads; model.dim must be a multiple."""
 
+    def is_sampled(self, num_items: int) -> bool:
+        """Return whether the softmax is over a sample of the items."""
+        return self.softmax == "sampled" or (self.softmax == "auto" and num_items > FULL_ITEMS)
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.kind == "transformer" and self.dim % self.heads:
@@ -182,7 +181,10 @@ class Retrieval(Recipe):
         size = min(max(2 ** round(math.log2(max(1.0, users / share))), least), 512)
         chosen: dict[str, tuple[object, str]] = {
             "train.batch_size": (size, f"users, of {users:,}"),
-            "model.softmax": (softmax_for(items), f"{items:,} items, full up to {FULL_ITEMS:,}"),
+            "model.softmax": (
+                "sampled" if items > FULL_ITEMS else "full",
+                f"{items:,} items, full up to {FULL_ITEMS:,}",
+            ),
         }
         config, lines = with_chosen(config, chosen)
         config, more = super().sized(config, num_rows, info)

@@ -30,7 +30,7 @@ from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.retrieval import RetrievalModelConfig, softmax_for
+from dphybrid.recipes.retrieval import RetrievalModelConfig
 from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes
 from dphybrid.recipes.retrieval.ranking import rank_held
 from dphybrid.training.optimizers import make_dense_optimizer
@@ -44,11 +44,6 @@ DRAWN = 2048
 def longest_of(options: RetrievalModelConfig) -> int:
     """Return how many of a user's latest items are read."""
     return options.history or int(NETWORKS[options.kind].longest)
-
-
-def is_sampled(options: RetrievalModelConfig, num_items: int) -> bool:
-    """Return whether the softmax is over a sample of the items."""
-    return (softmax_for(num_items) if options.softmax == "auto" else options.softmax) == "sampled"
 
 
 def histories(
@@ -98,7 +93,7 @@ def training_histories(rows: Dataset, info: Mapping[str, Any], options: Retrieva
     arrays: Mapping[str, Array] = rows.arrays  # type: ignore[attr-defined]
     padding_F = torch.from_numpy(arrays["inputs_PF"][-1].astype(np.int64))
     num_items = len(arrays["items_VF"])
-    sampled, num_drawn = is_sampled(options, num_items), int(info["negatives"]) or DRAWN
+    sampled, num_drawn = options.is_sampled(num_items), int(info["negatives"]) or DRAWN
     longest, share = longest_of(options), options.dropped
     drops = not NETWORKS[options.kind].next_item
 
@@ -296,7 +291,7 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
 
     num_items, longest = next(iter(item_ids.values())), longest_of(o)
     output = items = None
-    if is_sampled(o, num_items):
+    if o.is_sampled(num_items):
         items = HostEmbeddingCollection(item_ids, o.dim + 1, std=0.05, name="items", make=context.table)
     else:
         output = nn.Linear(o.dim, num_items)

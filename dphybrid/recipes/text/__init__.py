@@ -96,7 +96,6 @@ class Text(Recipe):
     dataset = imported("dphybrid.recipes.text.data:part_of")
     build = imported("dphybrid.recipes.text.model:build_text")
     samples = imported("dphybrid.recipes.text.data:later_text")
-    continue_text = imported("dphybrid.recipes.text.continuing:continued")
 
     def threads(self, config: ExperimentConfig) -> int:
         model = config.model

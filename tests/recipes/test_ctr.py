@@ -1,4 +1,5 @@
-"""Piecewise-linear encoding: the paper's formula, bins from training rows, kept in checkpoints."""
+"""Recipe ctr: numbers against the paper's formula, ids replaced by the unknown one, and the best constant
+prediction, with which each run is compared."""
 
 from pathlib import Path
 
@@ -6,8 +7,13 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import roc_curve as sklearns_roc_curve
 
-from dphybrid.data.batches import ArrayDataset
+from dphybrid.data.batches import ArrayDataset, DrawnDataset, batches
+from dphybrid.data.table.values import UNKNOWN_ID
+from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.ctr.model import some_unknown
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,
     RUN_ROWS,
@@ -18,7 +24,11 @@ from dphybrid.recipes.ctr.numbers import (
     quantile_bins,
     sample_dense,
 )
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.pages import MetricsPage
 from dphybrid.serving.load import load_model
+from dphybrid.training.label_tasks import label_task
+from dphybrid.util.roc import area_under_roc, roc_curve
 from tests.commands import run_with
 
 
@@ -173,3 +183,103 @@ def test_tables_made_once_give_the_same_bits() -> None:
     with torch.no_grad():
         embedded.weight_NED[:, 1:].zero_()
     assert torch.equal(model.numbers(dense_BN), wanted)
+
+
+MANY = 4000
+
+
+def some(share: float) -> DrawnDataset:
+    ids_BF = np.full((MANY, 2), 7, np.int32)
+    arrays = {"ids_BF": ids_BF, "dense_BN": np.zeros((MANY, 1), np.float32)}
+    return DrawnDataset(ArrayDataset(arrays, np.arange(MANY)), some_unknown({"num_ids": [10, 10]}, share))
+
+
+def test_a_share_of_each_column_is_replaced_anew_in_each_epoch() -> None:
+    seen = [some(0.3).at_epoch(5, epoch).fetch(np.arange(MANY))["ids_BF"] for epoch in (0, 1)]
+    for ids_BF in seen:
+        for column in range(2):
+            replaced_B = ids_BF[:, column] == UNKNOWN_ID
+            assert replaced_B.float().mean().item() == pytest.approx(0.3, abs=0.03)
+            assert bool((ids_BF[~replaced_B, column] == 7).all())
+    together = ((seen[0] != 7).all(1)).float().mean().item()
+    assert together == pytest.approx(0.09, abs=0.02)  # the columns are drawn apart
+    assert not torch.equal(*seen)
+
+
+def test_a_row_is_replaced_alike_wherever_its_batch_begins_and_whoever_reads_it() -> None:
+    def ids(**how: object) -> torch.Tensor:
+        found = batches(some(0.3), 64, seed=1, epoch=2, shuffle=True, **how)  # type: ignore[arg-type]
+        return torch.cat([batch["ids_BF"] for batch in found])
+
+    whole = ids()
+    assert torch.equal(ids(start_batch=3), whole[192:])
+    halves = [ids(part=(rank, 2)) for rank in (0, 1)]
+    assert torch.equal(torch.cat([halves[0][:32], halves[1][:32]]), whole[:64])
+
+
+ROWS = 600
+
+
+def table() -> pl.DataFrame:
+    random = np.random.default_rng(3)
+    price_B, shop_B = random.normal(size=ROWS), random.integers(0, 3, ROWS)
+    score_B = price_B + 0.8 * (shop_B == 1) + 0.7 * random.normal(size=ROWS)
+    columns = {"price": price_B.round(4), "shop": [f"shop {n}" for n in shop_B], "score": score_B}
+    return pl.DataFrame({**columns, "clicked": (score_B > 0).astype(int)})
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("label", ["clicked", "kind", "score"])
+def test_the_floor_is_the_best_constant_of_the_training_rows(
+    label: str, weighted: bool, tmp_path: Path
+) -> None:
+    frame = table()
+    thirds = np.array(["low", "middle", "high"])[np.digitize(frame["price"], [-0.5, 0.5])]
+    frame = frame.with_columns(kind=pl.Series(thirds), w=pl.int_range(ROWS) % 3)
+    ignore = [name for name in ("clicked", "kind", "score") if name != label]
+    frame.drop(ignore).write_csv(file := tmp_path / "table.csv")
+    values = {"path": str(file), "label": label} | ({"weight": "w"} if weighted else {})
+    config = build_config({"recipe": "ctr", "data": values})
+    data = find_recipe("ctr").prepare(config.data, tmp_path / "prepared", 0)
+    outputs = find_recipe("ctr").floor(data)
+    assert outputs is not None
+    task = label_task(data.info)
+    rows = pl.DataFrame({"y": frame[label], "w": frame["w"] if weighted else np.ones(ROWS)})
+    rows = rows.filter(pl.col("w") > 0)  # rows without weight are left out
+    train, valid = (rows[data.arrays[f"{part}_rows"]] for part in ("train", "valid"))
+    found = task.compute(outputs)
+    if label == "score":
+        mean = np.average(train["y"], weights=train["w"])
+        expected = np.sqrt(np.average((valid["y"] - mean) ** 2, weights=valid["w"]))
+        assert found["rmse"] == pytest.approx(expected, rel=1e-4)
+        return
+    classes = list(data.info["label"]["classes"])
+    shares = [float(train.filter(pl.col("y").cast(pl.String) == name)["w"].sum()) for name in classes]
+    shares_C = np.array(shares) / train["w"].sum()
+    predicted = np.tile(shares_C, (len(valid), 1))
+    names = valid["y"].cast(pl.String).to_list()
+    expected = log_loss(names, predicted, sample_weight=valid["w"], labels=classes)
+    assert found["log_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_says_what_it_adds(data_dir: Path, tmp_path: Path, unrecorded: None) -> None:
+    file = tmp_path / "table.csv"
+    table().write_csv(file)
+    values = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "train.epochs=2"]
+    report = run_with(*values)
+    assert report.beside.startswith("constant prediction auc 0.5000 (this run is 0.")
+    assert f"Baseline: {report.beside}" in " ".join(report.text.split())  # which wraps at 80 columns
+    found = MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").baselines
+    assert found["constant prediction"]["auc"] == 0.5
+
+
+def test_the_area_under_the_curve_is_scikit_learns() -> None:
+    random = np.random.default_rng(0)
+    labels_B, scores_B = random.integers(0, 2, 500), random.normal(size=500).round(1)  # with equal scores
+    for weights_B in (None, random.random(500)):
+        expected = roc_auc_score(labels_B, scores_B, sample_weight=weights_B)
+        assert area_under_roc(labels_B, scores_B, weights_B) == pytest.approx(expected, rel=1e-12)
+        *rates, _ = sklearns_roc_curve(labels_B, scores_B, sample_weight=weights_B, drop_intermediate=False)
+        np.testing.assert_allclose(roc_curve(labels_B, scores_B, weights_B), rates, rtol=1e-12)
+    assert np.isnan(area_under_roc(np.ones(3), scores_B[:3]))
+    assert np.isnan(area_under_roc(labels_B[:2], np.array([0.0, np.nan])))
