@@ -19,8 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import dphybrid.kernels as kernels
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
 from dphybrid.kernels import is_plain, may_read, may_train
-from dphybrid.recipes.ctr import model as ctr_model
-from dphybrid.recipes.ctr.model import SideBySide
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
 from dphybrid.recipes.ctr.pairs import Pairs
 from tests.conftest import REPOSITORY
@@ -32,7 +30,6 @@ Case = tuple[Callable[[], nn.Module], tuple[Tensor, ...]]
 COMPUTING: dict[str, Case] = {
     "pairs": (lambda: Pairs(4), (torch.randn(3, 4, 5).requires_grad_(),)),
     "pairs with a first": (lambda: Pairs(5), (torch.randn(3, 4, 5), torch.randn(3, 5).requires_grad_())),
-    "side by side": (lambda: SideBySide(7, 3), (torch.randn(3, 4), torch.randn(3, 3))),
     "numbers": (lambda: EmbeddedBins(EDGES_NE, 4), (torch.randn(3, 2),)),
 }
 READING: dict[str, Case] = {
@@ -45,10 +42,8 @@ READING: dict[str, Case] = {
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were called."""
     names: list[str] = []
-    call, apply = kernels.call, ctr_model._SideBySide.apply
+    call = kernels.call
     monkeypatch.setattr(kernels, "call", lambda name, given: names.append(name) or call(name, given))
-    spy = lambda *given: names.append("side by side") or apply(*given)  # noqa: E731
-    monkeypatch.setattr(ctr_model._SideBySide, "apply", spy)
     return names
 
 

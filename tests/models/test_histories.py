@@ -263,7 +263,7 @@ def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
     assert not data.arrays["seen_items"].size
 
 
-@pytest.mark.parametrize(("kind", "softmax"), BOTH)
+@pytest.mark.parametrize(("kind", "softmax"), BOTH[:2])
 def test_a_broken_run_comes_to_the_same_bits_and_eight_devices_to_the_same_loss(
     kind: str, softmax: str, unrecorded: None, data_dir: Path
 ) -> None:

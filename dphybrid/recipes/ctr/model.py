@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import dphybrid.kernels as kernels
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.values import UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
@@ -65,34 +64,10 @@ class SideBySide(nn.Linear):
     def forward(self, *inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
             return super().forward(*inputs)
-        if self.training and kernels.may_train(self.weight, self.bias, *inputs):
-            found: Tensor = _SideBySide.apply(self.weight, self.bias, *inputs)
-            return found
-        return _side_by_side(self.weight, self.bias, *inputs)
-
-
-def _side_by_side(weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
-    weights, out = weight.split([values.shape[1] for values in inputs], dim=1), bias
-    for values, part in zip(inputs, weights, strict=True):
-        out = torch.addmm(out, values, part.T)
-    return out
-
-
-class _SideBySide(torch.autograd.Function):
-    """(weight, bias, inputs) -> the linear map of the inputs side by side, with fewer copies in its gradient
-    than autograd makes."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, *inputs)
-        return _side_by_side(weight, bias, *inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        weight, *inputs = ctx.saved_tensors
-        weights = weight.split([each.shape[1] for each in inputs], dim=1)
-        weight_grad = torch.cat([grad.T @ each for each in inputs], dim=1)
-        return weight_grad, grad.sum(0), *(grad @ part for part in weights)
+        weights, out = self.weight.split([values.shape[1] for values in inputs], dim=1), self.bias
+        for values, part in zip(inputs, weights, strict=True):
+            out = torch.addmm(out, values, part.T)
+        return out
 
 
 class Network(nn.Sequential):

@@ -83,7 +83,8 @@ def _ranked(triples_B3: Array, arrays: Mapping[str, Array], info: Mapping[str, A
         triples = np.stack([batch[column].numpy() for column in _COLUMNS], axis=1)
         asked_B2 = _questions(triples, info["num_entities"], info["num_relations"])
         places_Q = np.searchsorted(arrays["keys"], asked_B2).ravel()
-        lists_QM = lists_of(arrays["starts"], arrays["answers"], places_Q, none=-1)
+        starts = arrays["starts"]
+        lists_QM = lists_of(arrays["answers"], starts[places_Q], starts[places_Q + 1], none=-1)
         return {"known_B2M": lists_QM.view(*asked_B2.shape, -1)}
 
     return DrawnDataset(_rows(triples_B3), known)

@@ -341,15 +341,16 @@ class HeldDataset(Dataset):
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         users_B, none = self.lists["users"][index_B], len(self.catalog_VF)
-        history, seen, held = (
-            (self.lists[f"{name}_starts"], self.lists[f"{name}_items"])
-            for name in ("history", "seen", "held")
-        )
+
+        def of_users(name: str) -> tuple[Array, Array, Array]:
+            starts = self.lists[f"{name}_starts"]
+            return self.lists[f"{name}_items"], starts[users_B], starts[users_B + 1]
+
         return {
-            **histories(*history, users_B, self.inputs_PF),
+            **histories(*of_users("history"), self.inputs_PF),
             "features_BG": _long(self.users_UF[users_B, 1:]),
-            "held_BH": lists_of(*held, users_B, none),
-            "seen_BS": lists_of(*seen, users_B, none),
+            "held_BH": lists_of(*of_users("held"), none),
+            "seen_BS": lists_of(*of_users("seen"), none),
             "catalog_VF": self.catalog_VF,
         }
 

@@ -46,18 +46,14 @@ def longest_of(options: RetrievalModelConfig) -> int:
     return options.history or int(NETWORKS[options.kind].longest)
 
 
-def histories(
-    starts: Array, items: Array, rows_B: Array, inputs_PF: Array, longest: int = 2**31
-) -> dict[str, Tensor]:
-    """Return history_BLF, the ids of the latest `longest` items of each row, in order, and lengths_B.
+def histories(items: Array, starts_B: Array, stops_B: Array, inputs_PF: Array) -> dict[str, Tensor]:
+    """Return history_BLF, the ids of each row's items[start:stop], in order, and lengths_B.
 
     inputs_PF: the ids of each item, and in the last row the padding, whose rows are zeros.
     """
-    stops_B = starts[rows_B + 1]
-    bounds = np.stack([np.maximum(starts[rows_B], stops_B - longest), stops_B], 1)
-    numbers_BL = lists_of(bounds.ravel(), items, np.arange(len(rows_B)) * 2, len(inputs_PF) - 1)
+    numbers_BL = lists_of(items, starts_B, stops_B, len(inputs_PF) - 1)
     ids_BLF = torch.from_numpy(inputs_PF[numbers_BL.numpy()].astype(np.int64))
-    return {"history_BLF": ids_BLF, "lengths_B": torch.from_numpy(bounds[:, 1] - bounds[:, 0]).long()}
+    return {"history_BLF": ids_BLF, "lengths_B": torch.from_numpy(stops_B - starts_B).long()}
 
 
 class _HistoryDataset(Dataset):
@@ -73,16 +69,12 @@ class _HistoryDataset(Dataset):
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         a, users_B = self.arrays, self.users[index_B]
-        starts, items = a["history_starts"], a["history_items"]
-        stops_B = starts[users_B + 1]
+        items, stops_B = a["history_items"], a["history_starts"][users_B + 1]
         # One item more than the longest history: the last one is a target only.
         one = int(NETWORKS[self.options.kind].next_item)
-        starts_B = np.maximum(starts[users_B], stops_B - self.longest - one)
-        shown = np.stack([starts_B, stops_B - one], 1).ravel()
-        wanted = np.stack([starts_B + one, stops_B], 1).ravel()
-        every_other = np.arange(len(users_B)) * 2
-        batch = histories(shown, items, every_other, a["inputs_PF"], self.longest)
-        batch["targets_BT"] = lists_of(wanted, items, every_other, IGNORED)
+        starts_B = np.maximum(a["history_starts"][users_B], stops_B - self.longest - one)
+        batch = histories(items, starts_B, stops_B - one, a["inputs_PF"])
+        batch["targets_BT"] = lists_of(items, starts_B + one, stops_B, IGNORED)
         batch["features_BG"] = torch.from_numpy(a["users_UF"][users_B, 1:].astype(np.int64))
         return batch
 

@@ -285,12 +285,13 @@ class Recommender:
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
             if len(rows := np.flatnonzero(self._has_vector(part))):
                 scored = part[rows]
-                numbers_B, every = scored["number"], np.arange(len(scored))
-                met = _flat(self._history.gather(numbers_B).list.concat(scored["new"]))
-                batch = histories(*met, every, self._inputs_PF, self._model.longest)
+                numbers_B = scored["number"]
+                starts, items = _flat(self._history.gather(numbers_B).list.concat(scored["new"]))
+                met = items, starts[:-1], starts[1:]
+                batch = histories(*met, self._inputs_PF)
                 features_BG = self._features_RG[numbers_B.to_numpy(writable=True)]
                 users_BE = self._model.vectors(batch["history_BLF"], batch["lengths_B"], features_BG)
-                hidden_BS = lists_of(*met, every, -1) if self._data.exclude_seen else None
+                hidden_BS = lists_of(*met, -1) if self._data.exclude_seen else None
                 items_VE = self._model.catalog(torch.from_numpy(self._items_VF))
                 best = rank_rows(users_BE, items_VE, hidden_QS=hidden_BS, k=items_BK.shape[1])
                 items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
