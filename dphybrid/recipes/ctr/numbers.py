@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 import dphybrid.kernels as kernels
-from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.batches import Array, Dataset, evenly_spaced
 
 BIN_ROWS = 8
 """Fewest training rows for each bin."""
@@ -224,6 +224,6 @@ def sample_dense(rows: Dataset) -> Array:
     """Return dense_BN of evenly spaced runs of the rows, or of all rows if they are few."""
     index_B = np.arange(len(rows))
     if len(rows) > RUNS * RUN_ROWS:
-        starts = np.linspace(0, len(rows) - RUN_ROWS, RUNS).astype(np.int64)
+        starts = evenly_spaced(len(rows) - RUN_ROWS + 1, RUNS)
         index_B = (starts[:, None] + np.arange(RUN_ROWS)).ravel()
     return np.asarray(rows.fetch(index_B)["dense_BN"])

@@ -47,7 +47,7 @@ class Bag(nn.Module):
         super().__init__()
 
     def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
-        scale_B11 = lengths_B.to(rows_BLD.dtype).clamp(min=1e-3).rsqrt()[:, None, None]
+        scale_B11 = lengths_B.to(rows_BLD.dtype).clamp(min=1e-6).rsqrt()[:, None, None]
         return torch.tanh(rows_BLD.sum(1, keepdim=True) * scale_B11)
 
 

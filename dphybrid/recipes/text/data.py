@@ -168,7 +168,7 @@ class _TextSource(Source):
             BytePairs.of(training, d.vocabulary) if self.pairs else Words.of(training, d.min_count)
         )
         lines = [f"  text from {where}: {counted(sum(map(len, parts.values())), 'document')}, {known.note}"]
-        if self.root and self.root.is_dir() and "valid" in self.parts:
+        if self.num_left_out or "valid" in self.parts:
             left = counted(self.num_left_out, "other file")
             lines.append(f"  parts by the names of files; {left} left out")
         arrays = dict[str, Array]()
