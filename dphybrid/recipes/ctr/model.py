@@ -64,7 +64,8 @@ class SideBySide(nn.Linear):
     def forward(self, *inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
             return super().forward(*inputs)
-        weights, out = self.weight.split([values.shape[1] for values in inputs], dim=1), self.bias
+        weights = self.weight.split([values.shape[1] for values in inputs], dim=1)
+        out: Tensor = self.bias
         for values, part in zip(inputs, weights, strict=True):
             out = torch.addmm(out, values, part.T)
         return out

@@ -140,8 +140,8 @@ class _TripleSource(Source):
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
             rows = read_rows([file], _reading(d, file), scratch / part, as_text=True)
-            triples = _triples_of(rows.frame, d, f"data.path={d.path}: {file.name} has")
-            frames[part], bad = complete_rows(rows, triples, _NAMES)
+            names = _triples_of(rows.frame, d, f"data.path={d.path}: {file.name} has")
+            frames[part], bad = complete_rows(rows, names, _NAMES)
             rejected += bad
             notes += [note for note in rows.notes if "header" not in note]
             if unused := [name for name in rows.names if rows.header and name not in d.columns]:

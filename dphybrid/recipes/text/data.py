@@ -278,7 +278,7 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     test = None if data.test_path is None else given_path(data.test_path, "data.test_path")
     if test and not test.is_file():
         raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
-    of_test = {"test": (test,)} if test else {}
+    of_test: dict[str, tuple[Path, ...]] = {"test": (test,)} if test else {}
     if data.path is None:
         data.check_unset("valid_fraction", "the language reference has validation topics of its own")
         return _TextSource(data, seed, None, {"train": ()} | of_test, 0, _by_pairs(data, False))
