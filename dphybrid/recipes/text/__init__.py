@@ -68,15 +68,11 @@ class TextModelConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
-        if self.kind == "decoder" and self.hidden % self.heads:
+        # Rotary positions turn pairs of a head's values.
+        if self.kind == "decoder" and self.hidden % (2 * self.heads):
             raise ValueError(
                 f"hidden={self.hidden} cannot be shared by heads={self.heads}; make hidden a multiple of "
-                "heads"
-            )
-        if self.kind == "decoder" and self.hidden // self.heads % 2:
-            raise ValueError(
-                f"hidden={self.hidden} over heads={self.heads} is {self.hidden // self.heads} values a head; "
-                "rotary positions need an even number"
+                f"{2 * self.heads}, an even number of values a head"
             )
         return self
 

@@ -137,17 +137,13 @@ def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
     o, num_words = context.options, int(context.info["num_words"])
     network: nn.Module
     if o.kind == "decoder":
-        network = Decoder(o.dim, o.hidden, o.layers, o.heads, o.dropout, _memory(context))
+        memory = None
+        if o.memory:
+            make = partial(context.table, name="memory")
+            memory = NgramMemory(o.hidden, o.memory, separator=int(context.info["end"]), make=make)
+        network = Decoder(o.dim, o.hidden, o.layers, o.heads, o.dropout, memory)
     else:
         network = Lstm(o.dim, o.hidden, o.layers, o.dropout)
     region = _LanguageRegion(network, _Softmax(o.hidden, num_words), o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return _TextModel(words, DataParallel(region, context.devices))
-
-
-def _memory(context: ModelContext[TextModelConfig]) -> NgramMemory | None:
-    o = context.options
-    if not o.memory:
-        return None
-    make = partial(context.table, name="memory")
-    return NgramMemory(o.hidden, o.memory, separator=int(context.info["end"]), make=make)
