@@ -134,22 +134,24 @@ class _InteractionSource(Source):
         return len(self.test_files)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        d, notes, rejected = self.data, list[str](), list[Rejected]()
-        forms = {"user": Form(), "item": Form()} if not self.read_files else dict[str, Form]()
-
-        def rows_of(files: Sequence[Path], fields: list[tuple[str, str]], name: str) -> pl.DataFrame:
-            frame, more = self._rows(files, fields, scratch / name, forms, notes, progress)
-            rejected.extend(more)
-            return frame
-
-        rows = rows_of(self.read_files, d.named_columns, "rows") if self.read_files else sample(self.seed)
+        d, forms = self.data, dict[str, Form]()
+        if self.read_files:
+            rows, rejected, notes = self._rows(
+                self.read_files, d.named_columns, scratch / "rows", forms, progress
+            )
+        else:
+            rows, rejected, notes = sample(self.seed), [], []
+            forms |= {"user": Form(), "item": Form()}
         num_rows, times_N = len(rows), np.zeros(len(rows))
         if d.time is not None:
             dates = "" if d.dateformat else forms[d.time].dates
             times_N = in_time(rows[d.time], f"data.time={d.time!r}", dates)
         part_N = np.where(self._held_out(rows[d.user], times_N), VALID, TRAIN)
         if self.test_files:
-            rows = pl.concat([rows, rows_of(self.test_files, d.named_columns[:2], "test")], how="diagonal")
+            named = d.named_columns[:2]
+            tested, more, told = self._rows(self.test_files, named, scratch / "test", forms, progress)
+            rows, rejected = pl.concat([rows, tested], how="diagonal"), rejected + more
+            notes = [*dict.fromkeys(notes + told)]
             part_N = np.pad(part_N, (0, len(rows) - num_rows), constant_values=TEST)
         # Stable, so that rows of one time keep the file's order.
         in_time_N = np.argsort(times_N, kind="stable")
@@ -228,14 +230,12 @@ class _InteractionSource(Source):
         fields: list[tuple[str, str]],
         scratch: Path,
         forms: dict[str, Form],
-        notes: list[str],
         progress: Progress,
-    ) -> tuple[pl.DataFrame, list[Rejected]]:
-        """Return the columns of files, names as texts, for the rows that have a user and an item; and the
-        other rows as rejected ones.
+    ) -> tuple[pl.DataFrame, list[Rejected], list[str]]:
+        """Return the columns of files, names as texts, for the rows that have a user and an item; the other
+        rows as rejected ones; and what was inferred about how the files are written.
 
-        fields: pairs (field, column). forms: of the columns; gets those of the first files. notes: gets what
-        was inferred about how the files are written.
+        fields: pairs (field, column). forms: of the columns; gets those of the first files.
         """
         d, names = self.data, [name for _, name in fields]
         rows = read_rows(files, d, scratch, names, on_progress=progress)
@@ -243,9 +243,8 @@ class _InteractionSource(Source):
             "name the columns with data.user, data.item, data.time, data.user_features and data.item_features"
         )
         frame = named_columns(rows.frame, names, f"data.path={d.path}: {files[0].name} has", remedy)
-        notes += [note for note in rows.notes if note not in notes]
-        unused = ", ".join(name for name in rows.names if name not in (*names, *rows.index))
-        if unused and files == self.read_files:
+        notes, used = list(rows.notes), {*rows.index, *(name for _, name in d.named_columns)}
+        if unused := ", ".join(name for name in rows.names if name not in used):
             notes.append(f"not used: {unused}; every row counts as one interaction")
         for field, name in fields:
             cells = frame[name]
@@ -261,7 +260,7 @@ class _InteractionSource(Source):
         if len(frame) < 2:
             found = counted(len(frame), "row")
             raise UserError(f"data.path={d.path}: has {found} with a user and an item; give 2 or more")
-        return frame, rejected
+        return frame, rejected, notes
 
     def _held_out(self, users: pl.Series, times_N: Array) -> Array:
         """Return held_N, which rows are held out: the latest ones, each user's last one, or random ones."""
