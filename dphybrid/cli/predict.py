@@ -104,19 +104,14 @@ class Flags(Command):
         return 0
 
     def _continue_text(self) -> int:
-        from dphybrid.recipes.text.continuing import continued
         from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 
         assert self.prompt is not None
         checkpoint = find_checkpoint(self.model, load_settings())
-        pieces = continued(
-            checkpoint,
-            model_from_checkpoint(checkpoint, self.devices),
-            self.prompt,
-            length=self.length,
-            temperature=self.temperature,
-            seed=self.seed,
-        )
+        model: Any = model_from_checkpoint(checkpoint, self.devices)
+        if not hasattr(model, "continued"):
+            raise UserError(f"{self.model}: its model writes no text; --prompt is for recipe text")
+        pieces = model.continued(checkpoint, self.prompt, self.length, self.temperature, self.seed)
         for piece in (self.prompt, *pieces):
             print(piece, end="", flush=True)
         print()

@@ -12,13 +12,11 @@ from dphybrid.util.errors import UserError
 
 
 def continued(
-    checkpoint: Path, model: Any, prompt: str, *, length: int, temperature: float, seed: int
+    checkpoint: Path, model: Any, prompt: str, length: int, temperature: float, seed: int
 ) -> Iterator[str]:
     """Yield the text that follows `prompt`, in pieces, of at most `length` tokens. Ends early where the model
     ends a document. model: of this checkpoint, in evaluation mode. temperature: 0 for the likeliest token
-    each time. Raises UserError for a prompt without tokens, and for a model without `next_token`."""
-    if not hasattr(model, "next_token"):
-        raise UserError(f"{checkpoint}: its model writes no text; --prompt is for recipe text")
+    each time. Raises UserError for a prompt without tokens."""
     info = read_state(checkpoint).info
     tokens = read_tokens(checkpoint, int(info["num_words"]))
     ids = tokens.encode([prompt])[0]

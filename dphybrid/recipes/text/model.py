@@ -3,8 +3,9 @@
 Letters: B samples, T tokens of a sample, D width of a row, H width of the network, V words.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.text import TextModelConfig
+from dphybrid.recipes.text.continuing import continued
 from dphybrid.recipes.text.decoder import Decoder
 
 
@@ -131,6 +133,12 @@ class _TextModel(nn.Module):
         module, home = self.region.module, self.region.devices.home
         hidden_BTH = module.hidden(self.words(tokens_BT).to(home), tokens_BT.to(home))
         return module.output.log_probabilities(hidden_BTH[:, -1])
+
+    def continued(
+        self, checkpoint: Path, prompt: str, length: int, temperature: float, seed: int
+    ) -> Iterator[str]:
+        """Yield the text that follows `prompt`, in pieces; see `continuing.continued`."""
+        return continued(checkpoint, self, prompt, length, temperature, seed)
 
 
 def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
