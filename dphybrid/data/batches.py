@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -72,6 +72,10 @@ class FirstRows(Dataset):
 
     def __len__(self) -> int:
         return min(self.num, len(self.rows))
+
+    def __getattr__(self, name: str) -> Any:
+        # What a recipe's own data set has beside its samples, such as its arrays.
+        return getattr(vars(self).get("rows"), name)
 
     def at_epoch(self, seed: int, epoch: int) -> "FirstRows":
         return FirstRows(self.rows.at_epoch(seed, epoch), self.num)

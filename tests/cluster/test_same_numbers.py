@@ -161,7 +161,7 @@ def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
     assert runs[0].history == runs[1].history
     assert killed.metrics == evaluated(two.undisturbed, two.settings)
     client = mlflow.MlflowClient(recorded.tracking_uri)
-    (experiment,) = client.search_experiments(filter_string="name = 'dphybrid'")
+    (experiment,) = client.search_experiments(filter_string="name = 'dphybrid/ctr'")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["cluster.ranks"] == run.data.tags["dphybrid.ranks"] == "2"

@@ -113,7 +113,7 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     predictor = Predictor(one.best_checkpoint)
     tags = ["t1|t3|t5", "t2|t4", "never|seen", "", None]
     scores = predictor.predict({"tags": tags, "title": ["Words 1!"] * 5})
-    assert scores[0] > scores[1]
+    assert scores[0] > scores[1] + 0.1
     assert scores[3] == scores[4]
     alone = [predictor.predict({"tags": [each], "title": ["Words 1!"]})[0] for each in tags]
     assert alone == pytest.approx(scores.tolist(), abs=1e-6)  # whatever else the batch holds

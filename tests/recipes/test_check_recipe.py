@@ -154,3 +154,7 @@ def test_a_table_predicts_for_its_first_rows(data_dir: Path, tmp_path: Path) -> 
     (tmp_path / "clicks.csv").write_text("\n".join(["n,shop,clicked", *rows]))
     data = {"path": str(tmp_path / "clicks.csv"), "label": "clicked"}
     check_recipe(build_config({"recipe": "ctr", "data": data, "model": {"dim": 4}}))
+
+
+def test_a_recipe_that_reads_whole_arrays_is_checked_on_a_sample(data_dir: Path) -> None:
+    check_recipe("retrieval")

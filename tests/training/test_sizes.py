@@ -40,7 +40,7 @@ def test_triples_have_about_as_many_batches_an_epoch(rows: int, batch_size: int)
 def test_given_values_win() -> None:
     config, lines = of_ctr(1000, batch_size=100, epochs=7, patience=0, lr=0.01)
     assert (config.train.batch_size, config.train.epochs, config.train.patience) == (100, 7, 0)
-    assert lines == ["table.lr=0.01: 1 x train.lr"]
+    assert lines == ["table.lr=0.05: 5 x train.lr, for only 70 steps"]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,11 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(train: dict
         assert usual.model.dropout == 0.1
 
 
-def test_rows_learn_at_the_full_rate_in_a_short_training_and_where_rows_are_multiplied() -> None:
-    many, kinds = {"num_ids": [1000, 5000]}, {"model": {"kind": "dcn"}}
-    for values, share in (({"train": {"epochs": 3}}, 1.0), ({"train": {"epochs": 500}}, 0.03), (kinds, 1.0)):
-        config, _ = find_recipe("ctr").sized(build_config({"recipe": "ctr", **values}), 1000, many)
-        assert config.table.lr == pytest.approx(share * config.train.lr)
+def test_rows_learn_faster_in_a_short_training() -> None:
+    cases = ((3, 5, 5.0), (50, 5, 2.5), (500, 5, 1.0), (3, 5000, 1.25), (500, 5000, 0.03))
+    for epochs, values, share in cases:
+        config = build_config({"recipe": "ctr", "train": {"epochs": epochs}})
+        found, _ = find_recipe("ctr").sized(config, 1000, {"num_ids": [values]})
+        assert found.table.lr == pytest.approx(share * found.train.lr)
+    config = build_config({"recipe": "ctr", "model": {"kind": "dcn"}})
+    assert find_recipe("ctr").sized(config, 1000, {"num_ids": [5000]})[0].table.lr == config.train.lr

@@ -29,9 +29,9 @@ _ONE_PASS = {
 """The two regimes: the values where the config has 0 or auto."""
 _ONE_PASS_STEPS = 1000
 """One pass takes about so many steps, with batches from 512 to 2,048 rows: larger ones cost less a row."""
-_SLOW_ROWS, _ONE_PASS_ROWS = 0.03, 80.0
+_SLOW_ROWS, _FAST_ROWS, _ONE_PASS_ROWS = 0.03, 5.0, 80.0
 """Learning rate of a table's rows as a multiple of train.lr: the lowest one of an mlp whose columns have many
-values, and that of one pass by adagrad."""
+values, the highest one of a short training, and that of one pass by adagrad."""
 _ROWS_PER_VALUE = 4
 """Rows of a column of many values learn faster, if training has more rows for each value."""
 
@@ -125,16 +125,18 @@ class Ctr(Recipe):
         is_short = config.train.epochs > 0  # the user chose it
         config, lines = with_chosen(config, {name: (value, why) for name, value in regime.items()})
         config, more = super().sized(config, num_rows, info)
-        is_short = is_short and config.train.epochs * math.ceil(num_rows / config.train.batch_size) < STEPS
+        steps = config.train.epochs * math.ceil(num_rows / config.train.batch_size)
         rate, reason = 1.0, ""
         if once and config.table.optimizer == "adagrad":
             rate, reason = _ONE_PASS_ROWS, ", for one pass of adagrad"
-        # An mlp overfits rare values. Other networks have products of rows, and in a short training slow rows
-        # would not get far.
-        elif is_mlp and values > _MANY_VALUES and not is_short:
-            per_value = num_rows / values
-            rate = min(max(_SLOW_ROWS * (per_value / _ROWS_PER_VALUE) ** 2, _SLOW_ROWS), 1.0)
-            reason = f", for {per_value:.3g} rows per value of a column of {values:,} values"
+        elif is_mlp:  # other networks have products of rows, which need the rate of the blocks
+            if values > _MANY_VALUES:  # rare ones are overfitted
+                per_value = num_rows / values
+                rate = min(max(_SLOW_ROWS * (per_value / _ROWS_PER_VALUE) ** 2, _SLOW_ROWS), 1.0)
+                reason = f", for {per_value:.3g} rows per value of a column of {values:,} values"
+            if is_short and steps < STEPS:  # slower rows would not get far
+                rate = min(rate * STEPS / max(steps, 1), _FAST_ROWS)
+                reason += f", for only {steps:,} steps"
         told = f"{rate:.3g} x train.lr{reason}"
         config, last = with_chosen(config, {"table.lr": (rate * config.train.lr, told)})
         return config, lines + more + last
