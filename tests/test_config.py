@@ -51,6 +51,13 @@ def test_flags_go_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> 
     assert config.data.ignore == ("a", "b")
 
 
+def test_the_empty_text_is_a_list_without_items() -> None:
+    table = ["recipe=ctr", "data.path=x.csv", "data.label=y"]
+    assert load_config(None, [*table, "data.missing="]).data.no_value == ()
+    assert "NA" in load_config(None, [*table, "data.missing=-1"]).data.no_value
+    assert "NA" in load_config(None, table).data.no_value
+
+
 def test_the_run_that_goes_on_gives_the_values_that_are_not_given() -> None:
     base = ["recipe=ctr", "data.path=x.csv", "data.label=y", "table.optimizer=adagrad"]
     run = load_config(None, [*base, "cluster.ranks=2", "devices=cpu", "train.lr=0.5"])

@@ -76,7 +76,7 @@ class RowFiles(DelimitedFiles):
 
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto: inferred from the file."""
-    missing: Names | None = None
+    missing: Names | None = ()
     """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
     like always do, unless this is given as the empty text. Write --data.missing=-1 for a text that begins
     with a minus."""
@@ -89,9 +89,7 @@ class RowFiles(DelimitedFiles):
     @property
     def no_value(self) -> tuple[str, ...]:
         """All texts that mean "no value", except the empty text."""
-        if self.missing is None:
-            return NO_VALUE
-        return tuple(dict.fromkeys((*NO_VALUE, *self.missing))) if any(self.missing) else ()
+        return () if self.missing is None else tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
 
 
 READING_FIELDS = tuple(name for name in RowFiles.model_fields if name != "path")

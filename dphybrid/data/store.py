@@ -30,7 +30,7 @@ from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_text, making_once, naming, sync
 from dphybrid.util.pages import Page
 
-PREPARED_VERSION = 22
+PREPARED_VERSION = 23
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
 so that folders prepared before are not used."""
 ENCODER_VERSION = 13

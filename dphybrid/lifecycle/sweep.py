@@ -254,7 +254,7 @@ def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{journal}: is damaged ({error}), so the sweep cannot go on; give --sweep another name"
+            f"{journal}: is damaged, so the sweep cannot go on; give --sweep another name"
         ) from error
     # A new sampler starts its random numbers from the seed; with the same one, a continued search would draw
     # the values of its first trials again.

@@ -49,7 +49,8 @@ def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     others = [other for other in BUILT_IN if section and bare in field_types(other)]
     if others and recipe not in others:  # if it has this value, only `-` and `_` are mixed up
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
-    meant = _nearest(leaf, known)
+    inside = [full for full in known if not section and _parts(full)[0] == leaf]  # a section alone
+    meant = inside or _nearest(leaf, known)
     meant = [full for full in meant if _parts(full)[0] == section] or meant
     if not meant and not section:  # such as --label, where nothing else says that the data is a table
         meant = _nearest(leaf, list(field_types(OF_TABLES)))

@@ -332,7 +332,7 @@ def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path)
         "country: 100 cells such as NA are read as missing; --data.missing '' keeps them"
         in prepared.describe()
     )
-    assert "NA" in known_of(from_file_of(tmp_path, body, missing=""), "country")
+    assert "NA" in known_of(from_file_of(tmp_path, body, missing=None), "country")
     assert TableDataConfig(missing="-200,-9999").no_value[-2:] == ("-200", "-9999")
 
 

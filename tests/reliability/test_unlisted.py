@@ -93,7 +93,7 @@ def test_a_registered_model_with_links_is_not_loaded(data_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_line_of_a_sweeps_journal_is_told(data_dir: Path) -> None:
+def test_a_damaged_journal_of_a_sweep_is_told(data_dir: Path) -> None:
     values = ["--recipe", "toy", "--devices", "cpu", "--train.epochs", "1", "--tracking", "none"]
     sweep = ["sweep", *values, "--sweep", "s", "--grid", '{"train.lr": [0.01]}']
     command(*sweep)
@@ -107,7 +107,7 @@ def test_a_damaged_line_of_a_sweeps_journal_is_told(data_dir: Path) -> None:
     for number in (0, len(lines) // 2, len(lines) - 1):
         damaged = lines[number].replace(b":", b";", 1)
         journal.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
-        assert f"study.journal: line {number + 1} is damaged, so the sweep" in command(*sweep, ends=2)
+        assert "study.journal: is damaged, so the sweep" in command(*sweep, ends=2)
 
 
 def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tmp_path: Path) -> None:

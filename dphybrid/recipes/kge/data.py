@@ -94,7 +94,7 @@ def _reading(data: KgeDataConfig, file: Path) -> RowFiles:
     """Return how a file of triples is read: any text but the empty one is a name, also NA and null. A first
     line with the names of the three columns is a header. Rejected rows are counted over all parts."""
     written = data.model_dump(include={*DelimitedFiles.model_fields})
-    written |= {"path": str(file), "missing": ("",), "max_rejected": 1.0}
+    written |= {"path": str(file), "missing": None, "max_rejected": 1.0}
     named = RowFiles(header="yes", **written)
     return named if {*data.columns} <= {*names_of(file, named)} else RowFiles(header="no", **written)
 
