@@ -141,7 +141,7 @@ def test_a_sweep_that_was_killed_goes_on_even_after_half_a_line(sweeps: Sweeps, 
     study = optuna.load_study(study_name="s", storage=storage)  # as docs/look.md says
     assert study.best_value == pytest.approx(0.99)
     journal.write_bytes(b"x\n" + journal.read_bytes())
-    with refused("study.journal: is damaged .*; give --sweep another name"):
+    with refused("study.journal: is damaged, so the sweep cannot go on; give --sweep another name"):
         sweeps.go(GRID)
 
 
