@@ -83,7 +83,7 @@ def flatten(value: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
-    """`flatten` for what is no container of torch's pytree: a dataclass object or a leaf."""
+    """Flatten what torch's pytree does not know: a dataclass by its attributes, all else as a leaf."""
     if (held := attributes(value)) is None:
         return [value], lambda leaves: leaves[0]
     inner, made = flatten(held)

@@ -175,14 +175,14 @@ class Retrieval(Recipe):
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
         # A network of next items has as many targets a user as a bag, but needs more steps.
-        is_bag = config.model.model_dump().get("kind") == "bag"
-        share, least = (16, 32) if is_bag else (64, 16)
+        model: Any = config.model
+        share, least = (16, 32) if model.kind == "bag" else (64, 16)
         users, items = info["num_users"], next(iter(info["item_ids"].values()))
         size = min(max(2 ** round(math.log2(max(1.0, users / share))), least), 512)
         chosen: dict[str, tuple[object, str]] = {
             "train.batch_size": (size, f"users, of {users:,}"),
             "model.softmax": (
-                "sampled" if items > FULL_ITEMS else "full",
+                "sampled" if model.is_sampled(items) else "full",
                 f"{items:,} items, full up to {FULL_ITEMS:,}",
             ),
         }

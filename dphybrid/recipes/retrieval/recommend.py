@@ -151,7 +151,8 @@ class Recommender:
 
     def _events(self, rows: pl.DataFrame | pl.LazyFrame, d: RetrievalDataConfig) -> pl.DataFrame:
         """Return the rows that have a user: its name, and the item's number (-1: none that training knows),
-        in the order of their times. d: names the columns. Raises UserError without that of users."""
+        in the order of their times. d: has the names of the columns. Raises UserError if that of the users is
+        missing."""
         rows = rows.lazy().select(by_name(*{d.user, d.item, d.time or d.user}, require_all=False)).collect()
         if d.user not in rows.columns:
             raise UserError(f"the rows have no column {d.user!r} with users; add it, or name it as data.user")
