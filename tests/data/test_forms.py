@@ -14,6 +14,7 @@ from pyarrow import feather, parquet
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.files import read_rows
 from dphybrid.data.table.frames import as_frame, save_frame
+from dphybrid.data.table.kinds import Column, encoded
 from dphybrid.data.table.values import Form, in_time, typed
 from tests.preparing import TableDataConfig, from_file
 from tests.refusing import refused
@@ -122,6 +123,36 @@ def test_memory_gives_the_arrays_of_the_file(tmp_path: Path) -> None:
 def test_a_value_has_the_form_of_its_column(form: str, cells: list[object], values: list[object]) -> None:
     column = pl.Series(cells, strict=False)
     assert typed(column, Form.model_validate({"type": form}), ["NA"]).to_list() == values
+
+
+def test_columns_that_are_read_together_are_read_as_each_alone() -> None:
+    cells = {
+        "whole": pl.Series(["7", "7.0", "x", ""]),
+        "flag": pl.Series(["True", "0", "7", None]),
+        "text": pl.Series([" 7 ", "NA", "7.0", "7"]),
+        "other text": pl.Series(["7.0", "7", "NA", "x"]),
+        "floats": pl.Series([7.0, None, 8.0, 7.0]),
+        "fractions": pl.Series([7.5, float("nan"), 8.0, 7.0]),
+    }
+    known = pl.Series("value", ["7", "7.0", "true", "8.0"])
+    columns = [
+        Column(name=name, role="categorical", form=Form.model_validate({"type": kind}), learned=known)
+        for name, kind in zip(cells, ["whole", "flag", "text", "text", "text", "text"], strict=True)
+    ]
+    columns += [Column(name=name, role="numeric", form=Form(type="number")) for name in ("a", "b")]
+    series = [*cells.values(), cells["whole"], cells["text"]]
+    together = encoded(columns, series, ["NA"])
+    assert [found.ids.tolist() for found in together[:4]] == [
+        [2, 2, 1, 0],
+        [4, 1, 1, 0],
+        [2, 0, 3, 2],
+        [3, 2, 0, 1],
+    ]
+    for column, values, found in zip(columns, series, together, strict=True):
+        (alone,) = encoded([column], [values], ["NA"])
+        assert np.array_equal(found.ids, alone.ids)
+        assert found.values.equals(alone.values, null_equal=True)
+        assert np.array_equal(found.numbers, alone.numbers, equal_nan=True)
 
 
 @pytest.mark.parametrize("text", ["2024-03-12 08:30:00", "2024-03-12T08:30:00Z", "2024-03-12 10:30:00+02:00"])

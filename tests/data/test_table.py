@@ -11,7 +11,7 @@ import pytest
 
 from dphybrid.data import Prepared
 from dphybrid.data.table.encoder import Encoder, old_rows
-from dphybrid.data.table.kinds import Column, column_of
+from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.numbers import fit_scale
 from dphybrid.data.table.values import Form
 from tests.preparing import TableDataConfig, from_file, table_of
@@ -211,7 +211,7 @@ def test_categories_by_count_and_hash() -> None:
         column = Column(name="c", role="categorical", min_count=least, **options).fitted(
             train, TableDataConfig()
         )
-        found = column.encoded(pl.Series(texts, dtype=pl.String)).ids
+        found = encoded([column], [pl.Series(texts, dtype=pl.String)])[0].ids
         assert max(found) < column.num_ids
         return found.tolist()
 

@@ -17,7 +17,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
-from dphybrid.data.table.kinds import Column, Encoded
+from dphybrid.data.table.kinds import Column, Encoded, encoded
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.values import FIRST_ID, MISSING_ID, PADDING_ID, UNKNOWN_ID, Form
 from dphybrid.util.errors import UserError, counted
@@ -114,8 +114,8 @@ class Encoder:
         counts of unknown values. longest: least width of the bags' array.
         """
         dense, ids, bags = list[Array](), list[Array](), list[Array]()
-        for column in self.columns:
-            found = column.encoded(frame.get_column(column.name).alias(""), no_value)
+        cells = [frame.get_column(name).alias("") for name in self.names]
+        for column, found in zip(self.columns, encoded(self.columns, cells, no_value), strict=True):
             if unknown is not None:
                 unknown.add(column, found)
             for scale, numbers_B in zip(column.scales, found.numbers, strict=True):
@@ -229,7 +229,7 @@ def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     for old, new in zip(base.columns, now.columns, strict=True):
         if old.has_ids:
             hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
-            known = old.ids(new.learned, new.learned)
+            known = old.ids(new.learned, old.places(new.learned), np.zeros(len(new.learned), bool))
             found.append(np.concatenate([[MISSING_ID, UNKNOWN_ID], known, hashed]))
     return found or [np.arange(FIRST_ID)]
 

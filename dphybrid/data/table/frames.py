@@ -58,8 +58,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
             names = [str(name) for name in data.columns]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-            columns = (data.iloc[:, place] for place in range(len(names)))  # type: ignore[attr-defined]
-            return pl.DataFrame([_column(name, cells) for name, cells in zip(names, columns, strict=True)])
+            return pl.DataFrame([_column(str(name), cells) for name, cells in data.items()])  # type: ignore[attr-defined]
         if hasattr(data, "__arrow_c_stream__"):
             frame = pl.DataFrame(data)
             # polars drops that a column is a dictionary, unless of texts.

@@ -6,13 +6,15 @@ Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
 import numpy as np
 import polars as pl
+from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 from pydantic import ConfigDict, Field
 
 from dphybrid.config import Section
@@ -81,10 +83,10 @@ ROLES: dict[Role, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """What cells of a column give. cells: None for no value. values: None also for cells of another type.
-    numbers: (B,) each, nan for no value. ids: (B,), of a bag (B, L); empty for a column without ids."""
+    """What cells of a column give. missing: (B,), True for no value. values: None also for cells of another
+    type. numbers: (B,) each, nan for no value. ids: (B,), of a bag (B, L); empty for a column without ids."""
 
-    cells: pl.Series
+    missing: Array
     values: pl.Series
     numbers: list[Array]
     ids: Array
@@ -172,26 +174,12 @@ class Column(Options):
             learned = counts.sort(["rows", "value"], descending=[True, False])["value"]
         return self._with(learned=learned, scales=tuple(scales))
 
-    def encoded(self, cells: pl.Series, no_value: Collection[str] | None = None) -> Encoded:
-        """Return what cells of any container give. no_value: as for `values.with_gaps`. Raises UserError for
-        lists in a column of single values."""
-        if cells.dtype.is_nested() and self.role != "bag":
-            raise UserError(
-                f"column {self.name!r} holds {cells.dtype}, but training had single values; write one in "
-                "each row"
-            )
-        cells = with_gaps(cells, no_value, self.form)
-        values = self.read(cells)
-        ids = np.empty(0, np.int32)
-        if self.has_ids:
-            ids = self._bag_ids(values) if self.role == "bag" else self.ids(cells, values)
-        return Encoded(cells, values, self.numbers(values), ids)
-
     def unknown(self, found: Encoded) -> tuple[int, int]:
         """Return how many cells, or items of a bag, have a value, and how many of these training does not
         know, or are no values of the column's type."""
         if not self.has_ids:
-            return found.cells.count(), found.cells.count() - found.values.count()
+            filled = int((~found.missing).sum())
+            return filled, filled - found.values.count()
         others = (found.ids == UNKNOWN_ID) | (found.ids >= FIRST_ID + len(self.learned))
         return int((found.ids > MISSING_ID).sum()), int(others.sum())
 
@@ -204,10 +192,9 @@ class Column(Options):
         parts = (values.dt.hour(), values.dt.weekday(), values.dt.date().cast(pl.Int32))
         return [part.cast(pl.Float64).fill_null(np.nan).to_numpy() for part in parts]
 
-    def ids(self, cells: pl.Series, values: pl.Series) -> Array:
-        """Return the ids (B,) of cells, or of items. values: of the cells; a cell without one, such as 7.5
-        among whole numbers, is unknown, not missing."""
-        place_B = self._places(values)
+    def ids(self, values: pl.Series, place_B: Array, missing_B: Array) -> Array:
+        """Return the ids (B,) of cells, or of items. A cell that is not missing and has no value, such as 7.5
+        among whole numbers, is unknown."""
         ids_B: Array = np.where(place_B < 0, UNKNOWN_ID, place_B + FIRST_ID).astype(np.int32)
         if self.hash_buckets:
             others = np.flatnonzero(place_B < 0)
@@ -215,15 +202,17 @@ class Column(Options):
             sums = (zlib.crc32(str(text).encode()) for text in self._texts(values.gather(others)))
             first = FIRST_ID + len(self.learned)
             ids_B[others] = [first + number % self.hash_buckets for number in sums]
-        if cells.null_count():
-            ids_B[cells.is_null().to_numpy()] = MISSING_ID
+        ids_B[missing_B] = MISSING_ID
         return ids_B
 
-    def _bag_ids(self, lists: pl.Series) -> Array:
+    def bag_ids(self, lists: pl.Series) -> Array:
+        """Return the ids (B, L) of the items of lists."""
         lengths_B = lists.list.len().fill_null(0).to_numpy()
         ids_BL = np.full((len(lists), lengths_B.max(initial=1)), PADDING_ID, np.int32)
         # Assigning through a mask goes row by row, which is the order of the items.
-        ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = self.ids(*self._items(lists))
+        items, values = self._items(lists)
+        ids_N = self.ids(values, self.places(values), items.is_null().to_numpy())
+        ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = ids_N
         ids_BL[lengths_B == 0, 0] = MISSING_ID
         return ids_BL
 
@@ -237,9 +226,9 @@ class Column(Options):
 
     @cached_property
     def _codes(self) -> pl.Expr:
-        """Expression for the places of a frame's column `value` among the learned texts, -1 for others.
-        Cached, as the time to give polars an Enum grows with the number of its texts."""
-        codes = pl.col("value").cast(pl.Enum(self.learned), strict=False).to_physical()
+        """Expression for the places of texts, in a frame's column of its name, among the learned ones; -1 for
+        others. Cached, as the time to give polars an Enum grows with the number of its texts."""
+        codes = by_name(self.name).cast(pl.Enum(self.learned), strict=False).to_physical()
         return codes.cast(pl.Int32).fill_null(-1)
 
     @cached_property
@@ -249,14 +238,18 @@ class Column(Options):
         order_V = known_V.argsort()
         return known_V[order_V], order_V
 
-    def _places(self, values: pl.Series) -> Array:
+    def places(self, values: pl.Series) -> Array:
         """Return the places (B,) of values among the learned ones, -1 for others."""
-        if self.role != "whole":
-            return values.alias("value").to_frame().select(self._codes).to_series().to_numpy()
-        # Not by their texts, which takes longer.
-        (known_V, order_V), numbers_B = self._by_size, values.cast(pl.Float64).fill_null(np.nan).to_numpy()
+        if self.role == "whole":
+            return self.places_of_numbers(values.cast(pl.Float64).fill_null(np.nan).to_numpy())
+        return values.alias(self.name).to_frame().select(self._codes).to_series().to_numpy()
+
+    def places_of_numbers(self, numbers_B: Array) -> Array:
+        """Return the places (B,) of whole numbers among the learned ones, -1 for others. Not by their texts,
+        which takes longer."""
+        known_V, order_V = self._by_size
         if not len(known_V):
-            return np.full(len(values), -1)
+            return np.full(len(numbers_B), -1)
         near_B = np.searchsorted(known_V, numbers_B).clip(max=len(known_V) - 1)
         return np.where(known_V[near_B] == numbers_B, order_V[near_B], -1)
 
@@ -273,6 +266,53 @@ class Column(Options):
     def _with(self, **changes: Any) -> Self:
         # Not model_copy, which would also copy the cached properties of the old texts.
         return type(self)(**dict(self) | changes)
+
+
+def encoded(
+    columns: Sequence[Column], cells: Sequence[pl.Series], no_value: Collection[str] | None = None
+) -> list[Encoded]:
+    """Return what the cells (B,) of columns give, from any container. no_value: as for `values.with_gaps`.
+    Raises UserError for lists in a column of single values.
+
+    A call of polars takes as long as thousands of cells, so columns of one type and form are read together.
+    """
+    together = defaultdict[Any, list[int]](list)
+    for number, (column, series) in enumerate(zip(columns, cells, strict=True)):
+        if series.dtype.is_nested() and column.role != "bag":
+            raise UserError(
+                f"column {column.name!r} holds {series.dtype}, but training had single values; write one in "
+                "each row"
+            )
+        # Each column has categories of its own, and decides for itself whether floats are whole.
+        mixes = series.dtype == pl.String or (type_of(series.dtype) and column.form.type != "text")
+        alone = column.role == "bag" or not mixes or series.dtype in (pl.Categorical, pl.Enum)
+        together[series.dtype, column.form, column.role, number if alone else None].append(number)
+    read = dict[int, tuple[Array, pl.Series, list[Array]]]()
+    for numbers in together.values():
+        column, size = columns[numbers[0]], len(cells[numbers[0]])
+        # Concatenating a single column would copy its texts.
+        joined = pl.concat([cells[n] for n in numbers]) if len(numbers) > 1 else cells[numbers[0]]
+        joined = with_gaps(joined, no_value, column.form)
+        values = column.read(joined)
+        parts, missing = column.numbers(values), joined.is_null().to_numpy()
+        for place, number in enumerate(numbers):
+            rows = slice(place * size, (place + 1) * size)
+            read[number] = missing[rows], values[rows], [part[rows] for part in parts]
+    texts = {n: c for n, c in enumerate(columns) if c.role == "categorical"}
+    frame = pl.DataFrame([read[number][1].alias(column.name) for number, column in texts.items()])
+    places = dict(zip(texts, frame.select(c._codes for c in texts.values()), strict=True))
+    found = []
+    for number, column in enumerate(columns):
+        missing, values, parts = read[number]
+        ids = np.empty(0, np.int32)
+        if column.role == "bag":
+            ids = column.bag_ids(values)
+        elif column.role == "whole":
+            ids = column.ids(values, column.places_of_numbers(parts[0]), missing)
+        elif column.role == "categorical":
+            ids = column.ids(values, places[number].to_numpy(), missing)
+        found.append(Encoded(missing, values, parts, ids))
+    return found
 
 
 def sample_of(cells: pl.Series) -> pl.Series:
@@ -360,8 +400,8 @@ def form_as(role: str, known: pl.Series, form: Form) -> Form:
 
 
 def _check_readable(column: Column, cells: pl.Series, data: TableDataConfig) -> None:
-    found = column.encoded(cells)
-    odd = cells.filter(found.cells.is_not_null() & found.values.is_null())
+    (found,) = encoded([column], [cells])
+    odd = cells.filter(found.values.is_null() & pl.Series(~found.missing))
     if len(odd) > data.max_rejected * len(cells):
         noun = "date or time" if column.role == "time" else "number"
         raise UserError(

@@ -19,7 +19,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Progress, Source, check_unchanged, file_stamps, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import Rows, find_parts, names_of, partitions, read_rows
-from dphybrid.data.table.kinds import Column, column_of
+from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.schema import SchemaFile, find_column, read_schema, roles_given, schema_text
@@ -244,7 +244,7 @@ class TableSource(Source):
                 column = column.extended(newer) if name in before else newer
                 held = cells.filter(valid_B)
                 held = held.gather_every(-(-len(held) // _UNSEEN_ROWS) or 1)
-                filled, unknown = column.unknown(column.encoded(held))
+                filled, unknown = column.unknown(*encoded([column], [held]))
                 one = replace(one, column=column.model_copy(update={"unseen": unknown / max(1, filled)}))
             if column.role == "bag":
                 lengths = items_of(cells, column.separator).list.len().fill_null(0)
