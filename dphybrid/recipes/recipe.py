@@ -151,7 +151,7 @@ class Recipe:
         info: facts about the prepared data.
 
         Batch size: training rows / `batches`, rounded to a power of two from 32 to the largest. Epochs: 4,000
-        steps, from 10 to 200 epochs. Patience: a tenth of the epochs, 3 or more.
+        steps, from 10 to 200 epochs. Patience: a tenth of the epochs, from 3 to 5.
         """
         batches, largest = self.batches
         size = 2 ** round(math.log2(max(1.0, num_rows / batches)))
@@ -164,7 +164,7 @@ class Recipe:
         epochs = min(max(round(STEPS / steps), _FEWEST_EPOCHS), _MOST_EPOCHS)
         why = f"{STEPS:,} steps / {steps:,} an epoch, from {_FEWEST_EPOCHS} to {_MOST_EPOCHS}"
         config, of_epochs = with_chosen(config, {"train.epochs": (epochs, why)})
-        patience = max(3, config.train.epochs // 10), "a tenth of the epochs, 3 or more"
+        patience = min(max(3, config.train.epochs // 10), 5), "a tenth of the epochs, from 3 to 5"
         config, of_rest = with_chosen(config, {"train.patience": patience, "table.optimizer": ("adam", "")})
         return config, of_batch + of_epochs + of_rest
 

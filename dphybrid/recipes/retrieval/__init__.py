@@ -149,7 +149,7 @@ class Retrieval(Recipe):
         "epochs": 150,
         "schedule": "constant",
         "batch_size": 0,
-        "patience": -1,
+        "patience": 15,
         "lr": 0.003,
         "optimizer": "adamw",
         "weight_decay": 1.0,
