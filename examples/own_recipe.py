@@ -1,19 +1,15 @@
-"""Your own recipes: config, data, model and task in one class. Run one by its import path:
+"""Your own recipe: config, data, model and task in one class. Run it by its import path:
 
-    dphybrid train --recipe examples.own_recipe:Ratings --data.num-ratings 5000 --devices 'cpu*2'
-
-`Ratings.rows` returns arrays. `FromFrame` returns DataFrames instead, `FromDataset` map-style torch Datasets.
+dphybrid train --recipe examples.own_recipe:Ratings --data.num-ratings 5000 --devices 'cpu*2'
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe, Task
@@ -66,36 +62,3 @@ class Ratings(Recipe):
 
 
 # [end:ratings]
-
-
-class FromFrame(Ratings):
-    """The same recipe with two DataFrames of numbers."""
-
-    name = "ratings-frame"
-
-    def rows(self, data: RatingsData, seed: int) -> tuple[Any, Any]:
-        train, valid = super().rows(data, seed)
-        return pl.DataFrame(train), pl.DataFrame(valid)
-
-
-class Samples(Dataset[dict[str, Tensor]]):
-    """A map-style Dataset, as for torch's DataLoader."""
-
-    def __init__(self, columns: dict[str, np.ndarray]) -> None:
-        self.columns = {name: torch.from_numpy(values) for name, values in columns.items()}
-
-    def __len__(self) -> int:
-        return len(self.columns["user"])
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {name: values[number] for name, values in self.columns.items()}
-
-
-class FromDataset(Ratings):
-    """The same recipe with two torch Datasets."""
-
-    name = "ratings-dataset"
-
-    def rows(self, data: RatingsData, seed: int) -> tuple[Any, Any]:
-        train, valid = super().rows(data, seed)
-        return Samples(train), Samples(valid)

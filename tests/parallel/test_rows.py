@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbedding, RowPipeline, row_optimizer
 from dphybrid.parallel import DataParallel, Parts, parts
 from dphybrid.util.errors import UserError
-from examples import own_loop
 
 BATCHES = [
     torch.randint(0, 60, (rows, 2), generator=torch.Generator().manual_seed(rows)) for rows in (9, 8, 7, 9)
@@ -73,23 +72,6 @@ def test_all_rows_but_those_of_the_first_batch_come_prepared(declares: bool) -> 
     each = [unique(batch, 3) for batch in BATCHES]
     assert counted["unique"] == 2 * sum(each)
     assert counted["prepared"] == 2 * sum(each) - each[0]
-
-
-def test_every_row_of_the_own_loop_comes_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[RowPipeline] = []
-
-    class Watched(RowPipeline):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__(model, on_cpu=True)
-            made.append(self)
-
-    monkeypatch.setattr(own_loop, "RowPipeline", Watched)
-    ahead = own_loop.main("cpu*4")
-    counted = made[0].counters()
-    first = next(own_loop.batches(seed=1))["ids_BF"]
-    assert counted["prepared"] == counted["unique"] - unique(first, 4) > 0
-    monkeypatch.undo()
-    assert ahead == own_loop.main("cpu*4")
 
 
 class Plainly(Looks):

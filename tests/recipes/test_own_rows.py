@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from dphybrid.data import Vocabulary
 from dphybrid.recipes import Recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.given import GivenSource
+from dphybrid.recipes.given import GivenSource, as_arrays
 from tests.refusing import refused, refused_with
 
 
@@ -51,6 +54,17 @@ def test_rows_that_do_not_fit_are_told(rows: Any, words: list[str], tmp_path: Pa
     recipe.name, recipe.rows = "r", lambda data, seed: rows  # type: ignore[method-assign]
     with refused_with(words):
         recipe.prepare(recipe.data(), tmp_path, 0)
+
+
+def test_a_split_is_arrays_a_frame_or_a_dataset() -> None:
+    columns = {"inputs_B": np.arange(4), "labels_B": np.linspace(0, 1, 4, dtype=np.float32)}
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    of_dicts = [{name: values[row] for name, values in tensors.items()} for row in range(4)]
+    for split in (columns, tensors, pl.DataFrame(columns), of_dicts, TensorDataset(*tensors.values())):
+        found = as_arrays(split, "split")
+        assert {name: (array.dtype, array.tolist()) for name, array in found.items()} == {
+            name: (values.dtype, values.tolist()) for name, values in columns.items()
+        }
 
 
 def test_an_array_named_like_a_part_is_none(tmp_path: Path) -> None:
