@@ -7,8 +7,7 @@ examples:
 Prints the recipe's metrics with a 95%% interval, precision and recall of each class, and for two classes also
 by threshold. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
 confusion matrix, or residuals. The files hold rows with the label's column; of recipe retrieval later
-interactions, of kge later triples, of text later text. An own recipe reads them by labelled(rows,
-vocabularies).
+interactions, of text later text.
 """
 
 from pathlib import Path
@@ -26,7 +25,7 @@ from dphybrid.util.files import check_target, write_text
 class _Rows(BaseModel):
     """The rows to evaluate on."""
 
-    path: str = Field(description="CSV, TSV or Parquet (file, folder or pattern), triples or text.")
+    path: str = Field(description="CSV, TSV or Parquet (file, folder or pattern), or text.")
 
 
 class Flags(Command):

@@ -1,4 +1,4 @@
-"""Calls a recipe's `predict` and `labelled` for frames and for files."""
+"""Calls a recipe's `predict` for frames and for files, and evaluates its splits."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,34 +12,21 @@ from torch import nn
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.data.batches import ArrayDataset, Dataset
 from dphybrid.data.table.files import find_files
-from dphybrid.data.table.frames import Written, as_frame, rows_of, table_target, write_predictions
+from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
 from dphybrid.data.table.values import with_gaps
 from dphybrid.data.vocabulary import read_vocabularies
-from dphybrid.recipes.given import as_arrays
+from dphybrid.recipes.given import Given, as_arrays
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.threads import use_num_threads
 
 
-def samples_of(
-    recipe: str, labelled: Callable[..., Any], checkpoint: Path, rows: object
-) -> tuple[Dataset, list[str]]:
-    """Return what a recipe's `labelled` makes of rows, or of the files of a path, as samples; and no notes.
-    Raises UserError for rows that are no split."""
-    if isinstance(rows, str | Path):
-        data = TableDataConfig(path=str(rows))
-        with rows_of(str(rows), data) as found:
-            rows = _as_texts(found.frame.collect())
-    arrays = as_arrays(labelled(rows, read_vocabularies(checkpoint)), f"recipe {recipe}, labelled")
+def samples_of(recipe: str, checkpoint: Path, split: Given) -> Dataset:
+    """Return a split, as a recipe's `rows` returns it, as samples. Raises UserError for anything else."""
+    arrays = as_arrays(split, f"recipe {recipe}, the rows")
     if missing := read_state(checkpoint).info["shapes"].keys() - arrays.keys():
         raise UserError(f"recipe {recipe}: the rows have no {min(missing)!r}, which its training split has")
-    return ArrayDataset(arrays, np.arange(len(next(iter(arrays.values()))))), []
-
-
-def _as_texts(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return rows of a file as texts, None for no value; lists stay lists."""
-    columns = (with_gaps(column, None) for column in rows)
-    return pl.DataFrame([c if c.dtype.is_nested() else c.cast(pl.String) for c in columns])
+    return ArrayDataset(arrays, np.arange(len(next(iter(arrays.values())))))
 
 
 class RowsPredictor:
@@ -100,7 +87,11 @@ class RowsPredictor:
         data = TableDataConfig(path=str(path), **named)
 
         def predicted(chunk: pl.DataFrame, _file: pl.Series, _lines: pl.Series) -> pl.DataFrame:
-            return self.predict(_as_texts(chunk))
+            # As texts, None for no value; lists stay lists.
+            columns = (with_gaps(column, None) for column in chunk)
+            return self.predict(
+                pl.DataFrame([c if c.dtype.is_nested() else c.cast(pl.String) for c in columns])
+            )
 
         write_predictions(files, data, done, predicted, keep, on_progress)
         return done

@@ -250,32 +250,20 @@ class Recipe:
             "recipe of your own defines predict(model, rows, vocabularies)"
         )
 
-    def labelled(self, rows: Any, vocabularies: "Mapping[str, Vocabulary]") -> "Given":
-        """Return new rows whose answers are known as a split, in the form that `rows` returns, for
-        `dphybrid evaluate` and `run.evaluate`. By default these rows are a split already.
-
-        rows: when read from a file, a frame in which all columns are texts, None where a value is missing.
-        vocabularies: those that `rows(data, seed)` returned.
-        """
-        return rows
-
     def samples(
-        self, checkpoint: Path, config: ExperimentConfig, model: "nn.Module", rows: object
+        self, checkpoint: Path, config: ExperimentConfig, model: "nn.Module", rows: Any
     ) -> "tuple[Dataset, list[str]]":
-        """Return new rows whose answers are known as samples of the model, as a split is, and notes about
-        them. rows: of any form that `labelled` takes, or the path of files. Raises UserError."""
+        """Return new rows whose answers are known as samples of the model, and notes about them, for
+        `run.evaluate`. rows: by default a split as `rows` returns it; a path from `dphybrid evaluate`. Raises
+        UserError."""
+        if type(self).rows is Recipe.rows or isinstance(rows, str | Path):
+            raise UserError(
+                f"recipe {self.name}: evaluates no files; measure them as the test part of a training, or "
+                "define samples(checkpoint, config, model, rows)"
+            )
         from dphybrid.recipes.predicting import samples_of
 
-        own = type(self)
-        if own.rows is Recipe.rows or (isinstance(rows, str | Path) and own.labelled is Recipe.labelled):
-            missing = "samples(checkpoint, config, model, rows)"
-            if own.rows is not Recipe.rows:
-                missing = "labelled(rows, vocabularies)"
-            raise UserError(
-                f"recipe {self.name}: define {missing} to evaluate these rows; run.evaluate takes a split as "
-                "rows() returns it"
-            )
-        return samples_of(self.name, self.labelled, checkpoint, rows)
+        return samples_of(self.name, checkpoint, rows), []
 
     def predictor(
         self, checkpoint: Path, config: ExperimentConfig, build: "Callable[[], nn.Module]", batch_size: int

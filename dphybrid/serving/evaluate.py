@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from polars.selectors import by_name
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import confusion_matrix, precision_recall_curve, precision_recall_fscore_support
 from torch import Tensor, nn
@@ -212,7 +211,7 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
     wanted = [*predictor.encoder.names, predictor.encoder.label.name]
     with rows_of(str(rows), predictor.reading(str(rows), {}), wanted) as found:
         predictor.check_columns(found.names, str(rows))
-        return found.frame.select(by_name(*wanted, require_all=False)).collect()
+        return found.table([name for name in wanted if name in found.names])
 
 
 def _thresholds(labels_B: Array, probabilities_B: Array) -> pl.DataFrame:

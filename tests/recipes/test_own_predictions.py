@@ -42,12 +42,6 @@ class Parted(Ratings):
         ]
         return (train, *parts, known)
 
-    def labelled(self, rows: Any, vocabularies: Any) -> Any:
-        if isinstance(rows, dict):
-            return rows
-        ids = {f"{name}_B": vocabularies[name].ids(rows[name]) for name in ("user", "item")}
-        return ids | {"rating_B": rows["rating"].cast(pl.Float32).to_numpy()}
-
 
 class Mute(Ratings):
     predict = Recipe.predict
@@ -95,7 +89,7 @@ def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest
     assert written["day"].to_list() == [1, 2, 3]
     assert written["rating"].to_list() == pytest.approx(found["rating"].to_list(), rel=1e-6)
     assert command(*PREDICT).splitlines()[0] == "rating"
-    assert "define labelled(rows, vocabularies) to" in command("evaluate", *PREDICT[1:], ends=2)
+    assert "evaluates no files" in command("evaluate", *PREDICT[1:], ends=2)
 
 
 @pytest.mark.parametrize(
@@ -158,15 +152,10 @@ def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
     trained("Parted")
     (run,) = dphybrid.runs()
     recipe = Parted()
-    _, _, held, known = recipe.rows(recipe.data(), 0)
+    _, _, held, _ = recipe.rows(recipe.data(), 0)
     found = run.evaluate(held)
     assert found.metrics == run.test_metrics
     assert found.num_rows == 100
     assert "95% from" in found.text()
-    words = {name: [known[name].value(n) for n in held[f"{name}_B"]] for name in ("user", "item")}
-    pl.DataFrame({**words, "rating": held["rating_B"]}).write_csv("held.csv")
-    told = command("evaluate", "one", "--data.path", "held.csv")
-    assert "Evaluated on 100 rows" in told
-    assert f"mae (decides)  {found.metrics['mae']:.4f} " in told
     with refused("the rows have no 'item_B', which its training split has"):
         run.evaluate({name: cells for name, cells in held.items() if name != "item_B"})

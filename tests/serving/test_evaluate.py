@@ -125,61 +125,24 @@ def test_what_cannot_be_evaluated_is_named(runs: dict[str, TrainedRun]) -> None:
         runs["amount"].evaluate(held.with_columns(amount=pl.lit("much")))
 
 
-TRIPLES = [f"e{i % 9}\tr{i % 2}\te{i * i % 7}\n" for i in range(80)]
 DOCUMENTS = [f"some words about number {i % 5} and more.\n\n" for i in range(90)]
 
 
-def trained_on(recipe: str, texts: list[str], folder: Path, **values: Any) -> TrainedRun:
-    (folder / "own.txt").write_text("".join(texts[10:]))
-    (folder / "later.txt").write_text("".join(texts[:10]))
-    return dphybrid.train(
-        str(folder / "own.txt"),
-        recipe=recipe,
-        test=str(folder / "later.txt"),
-        **values,
-        epochs=1,
-        devices="cpu",
-        quiet=True,
-        run_name=recipe,
-        tracking="none",
-    )
-
-
-@pytest.mark.parametrize(
-    ("recipe", "values"),
-    [
-        ("kge", {"negatives": 8}),
-        ("text", {"window": 8}),
-        ("text", {"window": 8, "tokens": "bpe", "vocabulary": 300}),
-    ],
-)
+@pytest.mark.parametrize("values", [{}, {"tokens": "bpe", "vocabulary": 300}])
 def test_a_later_file_is_measured_as_the_test_part_is(
-    recipe: str, values: dict[str, object], data_dir: Path, tmp_path: Path
+    values: dict[str, Any], data_dir: Path, tmp_path: Path
 ) -> None:
-    run = trained_on(recipe, TRIPLES if recipe == "kge" else DOCUMENTS, tmp_path, **values)
+    (tmp_path / "own.txt").write_text("".join(DOCUMENTS[10:]))
+    (tmp_path / "later.txt").write_text("".join(DOCUMENTS[:10]))
+    given = {"recipe": "text", "window": 8, "epochs": 1, "devices": "cpu", "quiet": True} | values
+    path, test = str(tmp_path / "own.txt"), str(tmp_path / "later.txt")
+    run = dphybrid.train(path, test=test, run_name="text", tracking="none", **given)
     found = run.evaluate(tmp_path / "later.txt")
     assert found.metrics == pytest.approx(run.test_metrics)
     assert found.intervals.keys() == found.metrics.keys()
-    told = command("evaluate", recipe, "--data.path", str(tmp_path / "later.txt"))
+    told = command("evaluate", "text", "--data.path", test)
     assert f"{found.metric} (decides)  {found.metrics[found.metric]:.4f} " in told
-    assert "Evaluated on 10 triples" in told or "10 documents, " in told
+    assert "10 documents, " in told
     (tmp_path / "empty.txt").write_text("\n \n")
-    given = ("evaluate", recipe, "--data.path")
-    nothing = "empty.txt: is empty" if recipe == "kge" else "empty.txt: holds no words"
-    assert nothing in command(*given, str(tmp_path / "empty.txt"), ends=2)
-
-
-def test_triples_of_unknown_names_are_left_out_and_counted(data_dir: Path, tmp_path: Path) -> None:
-    run = trained_on("kge", TRIPLES, tmp_path, negatives=8)
-    cells = [line.split() for line in TRIPLES[:10]]
-    known = pl.DataFrame(cells, ["head", "relation", "tail"], orient="row")
-    odd = pl.DataFrame({"head": ["e1", "nobody"], "relation": ["near", "r1"], "tail": ["e2", "e3"]})
-    found = run.evaluate(pl.concat([odd, known]).select("tail", "relation", "head"))
-    assert found.metrics == pytest.approx(run.test_metrics)
-    assert "Not evaluated: 2 of 12 triples, with names that training lacks, such as 'nobody'" in found.text()
-    with refused("there is nothing to evaluate. Not evaluated: 2 of 2 triples"):
-        run.evaluate(odd)
-    with refused("the rows have no column 'relation'"):
-        run.evaluate(odd.select("tail", "head"))
-    with refused("is not a file; name one with triples"):
-        run.evaluate(tmp_path)
+    told = command("evaluate", "text", "--data.path", str(tmp_path / "empty.txt"), ends=2)
+    assert "empty.txt: holds no words" in told

@@ -82,9 +82,14 @@ class Rows:
 
     def column(self, name: str) -> pl.Series:
         """Return a whole column, without its name: methods of a series read names such as `*` as patterns."""
+        return self.table([name]).to_series().alias("")
+
+    def table(self, names: Sequence[str] | None = None) -> pl.DataFrame:
+        """Return all rows in memory. names: their columns."""
+        frame = self.frame if names is None else self.frame.select(by_name(*names))
         with self._reading():
-            cells = self.frame.select(by_name(name)).collect(engine="streaming").to_series().alias("")
-        return cells if self.kept_B.all() else cells.filter(pl.Series(self.kept_B))
+            rows = frame.collect(engine="streaming")
+        return rows if self.kept_B.all() else rows.filter(pl.Series(self.kept_B))
 
     def chunks(self, names: Sequence[str] | None = None) -> Iterator[pl.DataFrame]:
         """Yield the rows, `BLOCK_ROWS` at a time; one empty chunk if there are none. names: their columns."""

@@ -10,13 +10,12 @@ from dphybrid.data.table.files import Rejected, Rows
 from dphybrid.util.errors import UserError, suggestion
 
 
-def named_columns(rows: pl.LazyFrame, names: Sequence[str], where: str, remedy: str) -> pl.DataFrame:
+def named_columns(rows: Rows, names: Sequence[str], where: str, remedy: str) -> pl.DataFrame:
     """Return the columns of these names, each once. where, remedy: for the message of the UserError about one
     that is missing."""
-    columns = rows.collect_schema().names()
-    if missing := [name for name in names if name not in columns]:
-        raise UserError(f"{where} no column {missing[0]!r}{suggestion(missing[0], columns)}; {remedy}")
-    return rows.select(by_name(*dict.fromkeys(names))).collect(engine="streaming")
+    if missing := [name for name in names if name not in rows.names]:
+        raise UserError(f"{where} no column {missing[0]!r}{suggestion(missing[0], rows.names)}; {remedy}")
+    return rows.table([*dict.fromkeys(names)])
 
 
 def complete_rows(

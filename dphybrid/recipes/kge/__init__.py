@@ -26,9 +26,8 @@ class KgeDataConfig(DelimitedFiles):
     """Column with the relation."""
     tail: str = "tail"
     """Column with the tail."""
-    negatives: int = Field(default=1024, ge=0, le=2**20)
-    """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
-    step reads and updates the whole table."""
+    negatives: int = Field(default=1024, ge=1, le=2**20)
+    """Random entities that compete with the answers of a batch."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the triples in the validation split, if there is no valid.txt."""
     test_path: str | None = None
@@ -61,7 +60,6 @@ class Kge(Recipe):
     data = KgeDataConfig
     model = KgeModelConfig
     one_process = True
-    sample = "triple"
     batches = (256, 4096)
     # As Lacroix et al. 2018 train: Adagrad, and no clipping.
     table = {"optimizer": "lazy-adagrad", "lr": 0.2}
@@ -69,7 +67,6 @@ class Kge(Recipe):
     source = imported("dphybrid.recipes.kge.data:open_source")
     dataset = imported("dphybrid.recipes.kge.data:part_of")
     build = imported("dphybrid.recipes.kge.model:build_kge")
-    samples = imported("dphybrid.recipes.kge.data:later_triples")
 
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import RANKING

@@ -7,32 +7,31 @@ Letters: B triples, 3 columns (head, relation, tail), Q questions (two per tripl
 triples, K negatives, M known answers of a question.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
-from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import DelimitedFiles, RowFiles
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, DrawnDataset, Draws, lists_of
-from dphybrid.data.foreign import misread, writing
+from dphybrid.data.foreign import writing
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source
 from dphybrid.data.table.files import SUFFIXES, Rejected, check_rejected, names_of, read_rows
-from dphybrid.data.table.frames import as_frame, rows_of
 from dphybrid.data.table.named import complete_rows, named_columns
 from dphybrid.data.table.splits import random_rows
 from dphybrid.data.table.values import Form, as_names
 from dphybrid.recipes.kge import KgeDataConfig
-from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path, no_such_file
 
 _COLUMNS, _NAMES = ("heads_B", "relations_B", "tails_B"), ["head", "relation", "tail"]
+_REMEDY = (
+    "name head, relation and tail with data.head, data.relation and data.tail, or keep these three columns "
+    "without a header"
+)
 
 
 def _questions(triples_B3: Array, num_entities: int, num_relations: int) -> Array:
@@ -59,35 +58,23 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a split of prepared triples: "train" with negatives, which a batch shares, the others with the
     known answers, which the ranking leaves out."""
     arrays, info = prepared.arrays, prepared.info
-    if name != "train":
-        return _ranked(arrays[f"{name}_triples"], arrays, info)
-    num_entities, num_negatives = info["num_entities"], info["num_negatives"]
+    triples_B3, num_entities = arrays[f"{name}_triples"], info["num_entities"]
 
-    def draw(_: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        if not num_negatives:  # all entities compete
-            return {"negatives_K": torch.arange(num_entities)}
-        return {"negatives_K": torch.from_numpy(draws.of_batch().integers(0, num_entities, num_negatives))}
-
-    return DrawnDataset(_rows(arrays["train_triples"]), draw)
-
-
-def _rows(triples_B3: Array) -> ArrayDataset:
-    return ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
-
-
-def _ranked(triples_B3: Array, arrays: Mapping[str, Array], info: Mapping[str, Any]) -> Dataset:
-    """Return triples with the known answers of their questions. arrays: of `_known_answers`."""
+    def negatives(_: object, draws: Draws) -> dict[str, Tensor]:
+        numbers_K = draws.of_batch().integers(0, num_entities, info["num_negatives"])
+        return {"negatives_K": torch.from_numpy(numbers_K)}
 
     def known(batch: dict[str, Tensor], _: object) -> dict[str, Tensor]:
         """Return known_B2M, the known answers of each question, padded with -1."""
         triples = np.stack([batch[column].numpy() for column in _COLUMNS], axis=1)
-        asked_B2 = _questions(triples, info["num_entities"], info["num_relations"])
+        asked_B2 = _questions(triples, num_entities, info["num_relations"])
         places_Q = np.searchsorted(arrays["keys"], asked_B2).ravel()
         starts = arrays["starts"]
         lists_QM = lists_of(arrays["answers"], starts[places_Q], starts[places_Q + 1], none=-1)
         return {"known_B2M": lists_QM.view(*asked_B2.shape, -1)}
 
-    return DrawnDataset(_rows(triples_B3), known)
+    rows = ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
+    return DrawnDataset(rows, negatives if name == "train" else known)
 
 
 def _reading(data: KgeDataConfig, file: Path) -> RowFiles:
@@ -97,21 +84,6 @@ def _reading(data: KgeDataConfig, file: Path) -> RowFiles:
     written |= {"path": str(file), "missing": None, "max_rejected": 1.0}
     named = RowFiles(header="yes", **written)
     return named if {*data.columns} <= {*names_of(file, named)} else RowFiles(header="no", **written)
-
-
-def _triples_of(rows: pl.LazyFrame, data: KgeDataConfig, where: str) -> pl.DataFrame:
-    """Return the columns head, relation and tail of rows as texts: those named in `data`, or the three
-    columns of a file without a header. where: for the message. Raises UserError if there are others."""
-    names = rows.collect_schema().names()
-    chosen = names if names == ["0", "1", "2"] else data.columns
-    remedy = (
-        "name head, relation and tail with data.head, data.relation and data.tail, or keep these three "
-        "columns without a header"
-    )
-    found = named_columns(rows, chosen, where, remedy)
-    return pl.DataFrame(
-        [as_names(found[name], Form(), ()).alias(to) for name, to in zip(chosen, _NAMES, strict=True)]
-    )
 
 
 @dataclass(frozen=True)
@@ -140,8 +112,12 @@ class _TripleSource(Source):
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
             rows = read_rows([file], _reading(d, file), scratch / part, as_text=True)
-            names = _triples_of(rows.frame, d, f"data.path={d.path}: {file.name} has")
-            frames[part], bad = complete_rows(rows, names, _NAMES)
+            chosen = rows.names if rows.names == ["0", "1", "2"] else d.columns
+            cells = named_columns(rows, chosen, f"data.path={d.path}: {file.name} has", _REMEDY)
+            names = [
+                as_names(cells[name], Form(), ()).alias(to) for name, to in zip(chosen, _NAMES, strict=True)
+            ]
+            frames[part], bad = complete_rows(rows, pl.DataFrame(names), _NAMES)
             rejected += bad
             notes += [note for note in rows.notes if "header" not in note]
             if unused := [name for name in rows.names if rows.header and name not in d.columns]:
@@ -153,8 +129,9 @@ class _TripleSource(Source):
         entities = whole.select(pl.concat_list("head", "tail").explode()).to_series()
         entities = entities.unique(maintain_order=True)
         relations = whole["relation"].unique(maintain_order=True)
+        kinds = [pl.Enum(names) for names in (entities, relations, entities)]
         parts = {
-            part: _numbered(triples, entities, relations).to_numpy(order="c")
+            part: pl.DataFrame(map(_numbers, triples, kinds)).to_numpy(order="c")
             for part, triples in frames.items()
         }
         if "valid" not in parts:
@@ -178,28 +155,21 @@ class _TripleSource(Source):
                 more = f"{unseen:,} of them with an entity that train lacks"
             lines.append(f"  {part}: {counted(len(triples), 'triple')}, {more}")
         sizes = {"num_entities": len(entities), "num_relations": len(relations)}
-        known_B3 = np.concatenate([*parts.values()])
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
-        arrays |= _known_answers(known_B3, **sizes)
-        tables = {"entities": entities.to_frame("name"), "relations": relations.to_frame("name")}
-        tables |= {"known": pl.DataFrame(known_B3.astype(np.int32), _NAMES)}
+        arrays |= _known_answers(np.concatenate([*parts.values()]), **sizes)
 
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
-            for name, frame in tables.items():
+            for name, names in (("entities", entities), ("relations", relations)):
                 with writing(file := folder / "encoder" / f"{name}.parquet"):
-                    frame.write_parquet(file)
+                    names.to_frame("name").write_parquet(file)
 
         info = sizes | {"num_negatives": d.negatives}
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
 
-def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> pl.DataFrame:
-    """Return triples as positions among the names; null for another name."""
-    return triples.select(
-        cells.cast(pl.Enum(names), strict=False).to_physical().cast(pl.Int64)
-        for cells, names in zip(triples, (entities, relations, entities), strict=True)
-    )
+def _numbers(names: pl.Series, kind: pl.Enum) -> pl.Series:
+    return names.cast(kind).to_physical().cast(pl.Int64)
 
 
 def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
@@ -232,38 +202,3 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
     if "valid" in parts:
         data.check_unset("valid_fraction", f"the folder has {parts['valid'].name}")
     return _TripleSource(data, seed, parts)
-
-
-def later_triples(
-    checkpoint: Path, config: ExperimentConfig, _: object, rows: object
-) -> tuple[Dataset, list[str]]:
-    """Return triples that a test part could have: ranked without the answers that they or the training's
-    files know. rows: a frame with the columns of the training's files, or the path of a file. Triples of a
-    name that these files lack are left out, and counted by the note. Raises UserError if there are no
-    others."""
-    assert isinstance(config.data, KgeDataConfig)
-    with misread(checkpoint / "encoder"):
-        entities, relations, known = (
-            pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet", glob=False)
-            for name in ("entities", "relations", "known")
-        )
-        info = read_state(checkpoint).info
-    if isinstance(rows, str | Path):
-        file = given_path(str(rows), "data.path")
-        if not file.is_file():
-            raise UserError(f"data.path={rows}: is not a file; name one with triples")
-        with rows_of(str(rows), _reading(config.data, file)) as found:
-            triples = _triples_of(found.frame, config.data, f"data.path={rows} has").drop_nulls()
-    else:
-        triples = _triples_of(as_frame(rows, "the rows").lazy(), config.data, "the rows have").drop_nulls()
-    numbered = _numbered(triples, entities["name"], relations["name"])
-    triples_B3 = numbered.drop_nulls().to_numpy(order="c")
-    notes = []
-    if others := [name for column in _NAMES for name in triples[column].filter(numbered[column].is_null())]:
-        left = f"{len(numbered) - len(triples_B3):,} of {counted(len(numbered), 'triple')}"
-        notes = [f"Not evaluated: {left}, with names that training lacks, such as {others[0]!r}"]
-    if not len(triples_B3):
-        raise UserError(f"there is nothing to evaluate. {'. '.join(notes) or 'The rows have no triples'}")
-    known_B3 = known.select(_NAMES).cast(pl.Int64).to_numpy()
-    answers = _known_answers(np.concatenate([known_B3, triples_B3]), len(entities), len(relations))
-    return _ranked(triples_B3, answers, info), notes

@@ -1,9 +1,11 @@
 """Knowledge-graph embeddings: which entity completes (head, relation, ?) and (?, relation, tail).
- DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016), RotatE (Sun et al. 2019) and TransE (Bordes et
+
+DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016), RotatE (Sun et al. 2019) and TransE (Bordes et
 al. 2013), trained as Lacroix et al. 2018 do: a relation has a row for each direction, and the answer competes
-with other entities in a softmax. These are negatives that the whole batch shares or, as in that paper, all
-entities. Letters: B triples, 2 directions (tail asked, head asked), X both directions of all triples (2 B), Q
-queries, K other entities, D width of a row, M known answers, V entities.
+with negatives in a softmax, which the whole batch shares.
+
+Letters: B triples, 2 directions (tail asked, head asked), X both directions of all triples (2 B), Q queries,
+K negatives, D width of a row, M known answers.
 """
 
 import math
@@ -12,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding, linear_cross_entropy, rank_rows
+from dphybrid.embedding import HostEmbedding, rank_rows
 from dphybrid.embedding.ranking import dot_products
 from dphybrid.parallel import DataParallel, Parts
 from dphybrid.recipes.context import ModelContext
@@ -70,8 +72,8 @@ class _TripleRegion(nn.Module):
     """The relations' rows, scores and loss.
 
     (heads_BD, relations_B, tails_BD) -> query_B2D, a query for each direction. With the other arguments ->
-    loss_B: each answer competes with the entities others_KD, the answer itself left out. ids_K: the numbers
-    of these entities; None: they are all entities, in order.
+    loss_B: each answer competes with the entities others_KD, the answer itself left out. asked: numbers of
+    heads and tails. ids_K: numbers of the others.
 
     penalty: weight of the cubed moduli. A buffer, because it depends on the training triples and so belongs
     to the checkpoint.
@@ -79,9 +81,10 @@ class _TripleRegion(nn.Module):
 
     penalty: Tensor
 
-    def __init__(self, kind: str, dim: int, num_relations: int, penalty: float) -> None:
+    def __init__(self, kind: str, dim: int, num_entities: int, num_relations: int, penalty: float) -> None:
         super().__init__()
-        self.kind, self.num_relations, self._penalized = kind, num_relations, penalty > 0
+        self.kind, self.num_entities, self.num_relations = kind, num_entities, num_relations
+        self._penalized = penalty > 0
         self.register_buffer("penalty", torch.tensor(penalty))
         self.relations = nn.Embedding(2 * num_relations, dim)
         nn.init.normal_(self.relations.weight, std=_STD)
@@ -94,7 +97,6 @@ class _TripleRegion(nn.Module):
         asked: tuple[Tensor, Tensor] | None = None,
         *,
         others_KD: Tensor | None = None,
-        num_entities: int = 0,
         ids_K: Tensor | None = None,
     ) -> Tensor:
         # Each relation has two rows: the first half of the table is for asking tails, the second for heads.
@@ -102,21 +104,15 @@ class _TripleRegion(nn.Module):
         query_B2D = _QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
         if asked is None or others_KD is None:
             return query_B2D
-        answers_B2 = torch.stack([asked[1], asked[0]], 1)
-        if ids_K is None:
-            # All entities compete, the answer among them: a plain cross-entropy.
-            loss_X = linear_cross_entropy(query_B2D.flatten(0, 1), others_KD, answers_B2.flatten())
-            loss_B = loss_X.view(-1, 2).sum(1)
-        else:
-            score = _SCORES.get(self.kind, dot_products)
-            answers_X1D = torch.stack([tails_BD, heads_BD], 1).flatten(0, 1).unsqueeze(1)
-            scores_B2 = score(query_B2D.flatten(0, 1).unsqueeze(1), answers_X1D).view(-1, 2)
-            # Compared on the device, so that one number per answer is copied there, not a mask of K.
-            excluded_B2K = answers_B2.unsqueeze(2) == ids_K
-            others_B2K = score(query_B2D, others_KD).masked_fill(excluded_B2K, -math.inf)
-            # The K negatives stand for all entities except the answer.
-            weight = math.log(max(1, num_entities - 1) / len(others_KD))
-            loss_B = (torch.logaddexp(scores_B2, others_B2K.logsumexp(-1) + weight) - scores_B2).sum(1)
+        score = _SCORES.get(self.kind, dot_products)
+        answers_X1D = torch.stack([tails_BD, heads_BD], 1).flatten(0, 1).unsqueeze(1)
+        scores_B2 = score(query_B2D.flatten(0, 1).unsqueeze(1), answers_X1D).view(-1, 2)
+        # Compared on the device, so that one number per answer is copied there, not a mask of K.
+        excluded_B2K = torch.stack([asked[1], asked[0]], 1).unsqueeze(2) == ids_K
+        others_B2K = score(query_B2D, others_KD).masked_fill(excluded_B2K, -math.inf)
+        # The K negatives stand for all entities except the answer.
+        weight = math.log(max(1, self.num_entities - 1) / len(others_KD))
+        loss_B = (torch.logaddexp(scores_B2, others_B2K.logsumexp(-1) + weight) - scores_B2).sum(1)
         if self._penalized and self.training:
             rows_BD = _moduli(heads_BD) ** 3 + _moduli(tails_BD) ** 3 + (_moduli(relations_B2D) ** 3).sum(1)
             # N3 penalizes the rows of the batch's triples, not the whole tables.
@@ -130,13 +126,9 @@ class TripleModel(nn.Module):
 
     whole = ("negatives_K",)
 
-    def __init__(
-        self, entities: HostEmbedding, region: DataParallel, kind: str, one_vs_all: bool = False
-    ) -> None:
+    def __init__(self, entities: HostEmbedding, region: DataParallel, kind: str) -> None:
         super().__init__()
-        self.entities = entities
-        self.region = region
-        self.kind, self.one_vs_all = kind, one_vs_all
+        self.entities, self.region, self.kind = entities, region, kind
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """Return the ids that `forward` looks up in training, so that their rows can be prefetched."""
@@ -148,19 +140,9 @@ class TripleModel(nn.Module):
         if "negatives_K" not in batch:
             return self._rank(batch, triple)
         ids_K = batch["negatives_K"]
-        # Scores that are distances, not dot products, take the general path in 1-vs-all, too: all entities
-        # with their ids.
-        in_order = self.one_vs_all and self.kind not in _SCORES
-        loss_B = self.region(
-            *triple,
-            (batch["heads_B"], batch["tails_B"]),
-            # Each device fetches a share of the rows; `whole` below gives every device all of them.
-            others_KD=self.region.rows(self.entities, ids_K),
-            # The region weighs K negatives as num_entities - 1 others. In 1-vs-all, K is all entities with
-            # the answer masked; + 1 makes that weight 1.
-            num_entities=self.entities.num_rows + self.one_vs_all,
-            ids_K=None if in_order else ids_K,
-        )
+        # Each device fetches a share of the others' rows; `whole` below gives every device all of them.
+        others_KD = self.region.rows(self.entities, ids_K)
+        loss_B = self.region(*triple, (batch["heads_B"], batch["tails_B"]), others_KD=others_KD, ids_K=ids_K)
         # Each triple has two answers.
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
@@ -187,7 +169,8 @@ def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     num_entities, rows = int(info["num_entities"]), context.rows
     density = len(rows) / num_entities if rows is not None else 1.0  # else the checkpoint has the penalty
-    region = _TripleRegion(o.kind, o.dim, int(info["num_relations"]), o.penalty / math.sqrt(density))
+    penalty = o.penalty / math.sqrt(density)
+    region = _TripleRegion(o.kind, o.dim, num_entities, int(info["num_relations"]), penalty)
     entities = context.table(num_entities, o.dim, name="entities", std=_STD)
     blocks = DataParallel(region, context.devices, whole=("others_KD", "ids_K"))
-    return TripleModel(entities, blocks, o.kind, one_vs_all=info.get("num_negatives") == 0)
+    return TripleModel(entities, blocks, o.kind)
