@@ -93,10 +93,9 @@ def small_runs(tmp_path: Path) -> dict[str, list[str]]:
     lines = [" ".join(f"w{(i * j + j) % 17}" for j in range(40)) for i in range(1, 40)]
     (tmp_path / "small.txt").write_text("\n".join(lines))
     text = [f"data.path={tmp_path / 'small.txt'}", "data.window=16", "model.dim=8", "model.hidden=8"]
-    rows = [f"u{i * i % 30},i{i * 7 % 25},g{i * 7 % 4}" for i in range(300)]
-    (tmp_path / "pairs.csv").write_text("\n".join(["user,item,genre", *rows]))
-    pairs = [f"data.path={tmp_path / 'pairs.csv'}", "data.negatives=20", "data.item_features=genre"]
-    pairs.append("data.valid_fraction=0.1")
+    rows = [f"u{i * i % 30},i{i * 7 % 25}" for i in range(300)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["user,item", *rows]))
+    pairs = [f"data.path={tmp_path / 'pairs.csv'}", "data.negatives=20", "data.valid_fraction=0.1"]
     return {
         "retrieval": ["recipe=retrieval", *pairs, "model.kind=bag", "train.epochs=2", "train.batch_size=2"],
         "text": ["recipe=text", *text, "model.dropout=0.2", "table.optimizer=lazy-adam", "train.epochs=2"],

@@ -20,7 +20,7 @@ from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel
-from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes
+from dphybrid.recipes.retrieval.networks import NETWORKS
 from dphybrid.run.pages import ResultPage
 from tests.commands import run_with
 from tests.models.test_retrieval import write_rows
@@ -35,7 +35,7 @@ BOTH = [("bag", "full"), ("transformer", "sampled"), ("transformer", "full")]
 
 def small(folder: Path, **values: object) -> Prepared:
     write_rows(folder / "rows.csv")
-    given = {"user_features": "country", "item_features": "genre", "cutoffs": "3,8", "time": "day"} | values
+    given = {"cutoffs": "3,8", "time": "day"} | values
     data = RetrievalDataConfig(path=str(folder / "rows.csv"), **given)  # type: ignore[arg-type]
     return prepare("retrieval", data, folder / "prepared", 0)
 
@@ -79,32 +79,28 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, devices: str, 
     """One user at a time, without padding, and nn.Embedding for the rows."""
     data, o = small(tmp_path), options(kind)
     model = model_for(data, o, devices)
-    padding_F = data.arrays["inputs_PF"][-1]
-    weight = model.inputs.flat.weight.detach().clone().requires_grad_()
-    features = model.users.flat.weight.detach().clone() if model.users else None
+    padding = data.info["num_items"]
+    weight = model.inputs.weight.detach().clone().requires_grad_()
     region = model.region.module
     (batch, *_) = training(data, o)
     model.zero_grad()
     out = model(batch)
     (out["loss"].sum() / out["weight"].sum()).backward()
-    starts_F = torch.tensor(list(model.inputs.starts.values()))
     losses, counts = [], []
     dense = {name: p.detach().clone().requires_grad_() for name, p in region.named_parameters()}
     for row in range(len(batch["lengths_B"])):
         # A bag's number of items is that of its sum; padding adds zeros.
         length = None if kind == "bag" else int(batch["lengths_B"][row])
-        ids_LF = batch["history_BLF"][row, :length]
-        rows_LD = F.embedding(ids_LF + starts_F, weight).sum(1)
+        items_L = batch["history_BL"][row, :length]
+        rows_LD = F.embedding(items_L, weight)
         network = {
             name.removeprefix("network."): p for name, p in dense.items() if name.startswith("network")
         }
         if kind == "bag":
-            kept = (ids_LF[:, 0] != int(padding_F[0])).sum()
+            kept = (items_L != padding).sum()
             vector = torch.tanh(rows_LD.sum(0) / (max(1, int(kept)) * 0.5) ** 0.5)
         else:
             vector = torch.func.functional_call(region.network, network, (rows_LD.unsqueeze(0), None))[0]
-        assert features is not None
-        vector = vector + features[batch["features_BG"][row, 0]]
         scores = vector @ dense["output.weight"].T + dense["output.bias"]
         targets = batch["targets_BT"][row]
         targets = targets[targets != IGNORED]
@@ -116,17 +112,17 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, devices: str, 
     (torch.stack(losses).sum() / sum(counts)).backward()
     for name, parameter in region.named_parameters():
         torch.testing.assert_close(parameter.grad, dense[name].grad, rtol=1e-7, atol=1e-10)
-    gradients = model.inputs.flat.row_gradients()
+    gradients = model.inputs.row_gradients()
     assert gradients is not None
     assert weight.grad is not None
     whole = weight.grad.clone()
-    whole[starts_F + torch.tensor(padding_F)] = 0  # never trained
+    whole[padding] = 0  # never trained
     torch.testing.assert_close(gradients[1], whole[gradients[0]], rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_next_item_is_the_target_and_no_later_one_is_seen(kind: str, tmp_path: Path) -> None:
-    data, o = small(tmp_path, user_features=""), options(kind, history=5, dropped=0.0)
+    data, o = small(tmp_path), options(kind, history=5, dropped=0.0)
     lists = [items for items in in_order(data).values() if len(items) > 1]
     found = []
     for batch in training(data, o):
@@ -151,10 +147,7 @@ def test_dropped_items_differ_by_epoch_and_are_the_same_for_a_resumed_one(tmp_pa
 
     def kept(epoch: int, start: int = 0) -> list[list[bool]]:
         found = batches(rows, 7, seed=0, epoch=epoch, shuffle=True, start_batch=start)
-        return [
-            (b["history_BLF"][..., 0] != int(data.arrays["inputs_PF"][-1, 0])).flatten().tolist()
-            for b in found
-        ]
+        return [(b["history_BL"] != data.info["num_items"]).flatten().tolist() for b in found]
 
     assert kept(1) == kept(1)
     assert kept(1, start=2) == kept(1)[2:]
@@ -170,26 +163,17 @@ def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) 
     model = model_for(data, o)
     assert model.region.module.output is None
     (batch, *_) = training(data, o)
-    items_C = batch["candidates_CF"][:, 0]
+    items_C = batch["candidates_C"]
     log_q_C = torch.tensor(data.arrays["log_q_V"]).double()[items_C]
     assert items_C.unique().tolist() == items_C.tolist()
     drawn = batch["weight_C"].double() + log_q_C
     assert int(drawn.exp().round().sum()) == 20 + int((batch["targets_BT"] != IGNORED).sum())
     assert model.items is not None
-    weights = {"inputs": model.inputs.flat.weight, "items": model.items.flat.weight}
-    dense = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-
-    def summed(table: str, ids: Tensor) -> Tensor:
-        starts = torch.tensor(list(getattr(model, table).starts.values()))
-        return F.embedding(ids + starts[: ids.shape[-1]], dense[table]).sum(-2)
-
-    candidates = batch["candidates_CF"]
-    vectors_CD, bias_C = summed("items", candidates).split([4, 1], dim=1)
+    inputs = model.inputs.weight.detach().clone().requires_grad_()
+    vectors_CD, bias_C = model.items.weight.detach()[items_C].split([4, 1], dim=1)
     bias_C = bias_C[:, 0]
-    region = model.region.module
-    users_BD = 0 if model.users is None else model.users(batch["features_BG"]).sum(1).detach()
-    rows_BLFD = summed("inputs", batch["history_BLF"]).unsqueeze(2)
-    vectors = region(rows_BLFD, batch["lengths_B"], None, batch["targets_BT"]) + users_BD.unsqueeze(1)
+    rows_BLD = F.embedding(batch["history_BL"], inputs)
+    vectors = model.region.module(rows_BLD, batch["lengths_B"], batch["targets_BT"])
     logs = F.log_softmax(vectors @ vectors_CD.T + bias_C + batch["weight_C"], -1)
     logs = logs.squeeze(1) if kind == "bag" else logs
     losses = []
@@ -203,14 +187,13 @@ def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) 
     torch.stack(losses).sum().backward()
     model.zero_grad()
     found.sum().backward()
-    wanted = dense["inputs"].grad
+    wanted = inputs.grad
     assert wanted is not None
-    padding = torch.tensor(list(model.inputs.starts.values())) + torch.tensor(data.arrays["inputs_PF"][-1])
-    wanted[padding] = 0
-    gradients = model.inputs.flat.row_gradients()
+    wanted[data.info["num_items"]] = 0  # the padding
+    gradients = model.inputs.row_gradients()
     assert gradients is not None
     torch.testing.assert_close(gradients[1], wanted[gradients[0]], rtol=1e-7, atol=1e-10)
-    catalog = model.eval().catalog(torch.tensor(data.arrays["items_VF"]).long())[items_C]
+    catalog = model.eval().catalog()[items_C]
     torch.testing.assert_close(catalog, torch.cat([vectors_CD, bias_C[:, None]], 1).float())
 
 
@@ -242,7 +225,7 @@ def test_prefetching_changes_no_bit(kind: str, softmax: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("split", ["last", "random", "time"])
 def test_each_split_holds_out_what_it_says(split: str, tmp_path: Path) -> None:
-    data = small(tmp_path, split=split, user_features="", item_features="")
+    data = small(tmp_path, split=split)
     rows = pl.read_csv(tmp_path / "rows.csv").with_row_index()
     if split == "last":
         assert "each user's last by day" in data.describe()
@@ -250,8 +233,12 @@ def test_each_split_holds_out_what_it_says(split: str, tmp_path: Path) -> None:
         assert len(data.arrays["train_pairs"]) == len(rows) - (sizes["len"] > 1).sum()
     else:
         assert len(data.arrays["train_pairs"]) == pytest.approx(len(rows) * 0.97, abs=0.02 * len(rows))
-    with pytest.raises(ValueError, match=r"needs data\.time"):
-        RetrievalDataConfig(split="last")
+    for wrong, words in (
+        ({"split": "last"}, "needs data.time"),
+        ({"item": "user"}, "the column of users, too"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            RetrievalDataConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
@@ -259,7 +246,7 @@ def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
     assert "may be recommended again" in data.describe()
     assert "0 of repeated pairs" not in small(tmp_path).describe()
     (batch, *_) = batches(data.dataset("valid"), 5, seed=0, epoch=0, shuffle=False)
-    assert (batch["seen_BS"] == len(data.arrays["items_VF"])).all()
+    assert (batch["seen_BS"] == data.info["num_items"]).all()
     assert not data.arrays["seen_items"].size
 
 
@@ -293,8 +280,6 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             recipe="retrieval",
             kind=request.param,
             time="day",
-            user_features="country" if request.param == "transformer" else "",
-            item_features="genre",
             dim=8,
             epochs=2,
             devices="cpu",
@@ -311,11 +296,10 @@ def test_a_new_user_gets_the_list_of_a_known_one_with_the_same_history(
     )
     history = items["name"].gather(users["history"][0]).to_list()
     known = trained.recommend(users["name"][0], k=5).drop("user")
-    features = trained.predictor._model.users is not None
     new = trained.recommend("somebody", k=5, history=history).drop("user")
-    if not features:  # which somebody new has not
-        assert new["item"].to_list() == known["item"].to_list()
-        np.testing.assert_allclose(new["score"], known["score"], rtol=1e-5)
+    assert new["item"].to_list() == known["item"].to_list()
+    np.testing.assert_allclose(new["score"], known["score"], rtol=1e-5)
+    assert trained.recommend(k=5, history=history).drop("user").equals(new)
     assert not set(new["item"]) & set(history)
     both = trained.recommend(["somebody", "nobody"], k=3, history=[[*history, "unheard of"], ["unheard of"]])
     assert both["item"].to_list()[:3] == new["item"].to_list()[:3]
@@ -329,8 +313,9 @@ def test_a_new_user_gets_the_list_of_a_known_one_with_the_same_history(
     written = pl.read_parquet(tmp_path / "top.parquet")
     assert written.filter(pl.col("user") == "somebody").drop("user").equals(new)
     assert trained.predict(events).filter(pl.col("user") == "somebody").drop("user").head(5).equals(new)
-    with refused("history: has 1 list for 2 users; give one each"):
-        trained.recommend(["a", "b"], history=["i1", "i2"])
+    for users, items in ((["a", "b"], ["i1", "i2"]), (["a", "b"], [["i1"]]), ("a", "i1")):
+        with refused("history: give each of . users? a list of items"):
+            trained.recommend(users, history=items)
 
 
 def test_events_that_training_has_are_not_added_and_times_order_the_others(trained: TrainedRun) -> None:
@@ -398,9 +383,9 @@ class _Last(torch.nn.Module):
 
     longest, next_item = 7, True
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, options: RetrievalModelConfig, longest: int) -> None:
         super().__init__()
-        self.leave = torch.nn.Linear(s.dim, s.dim)
+        self.leave = torch.nn.Linear(options.dim, options.dim)
 
     def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
         return self.leave(rows_BLD)
@@ -419,9 +404,9 @@ def test_a_new_network_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pyte
     o = options("transformer").model_copy(update={"kind": "last"})
     model = model_for(data, o, "cpu*2")
     (batch, *_) = training(data, o)
-    assert batch["history_BLF"].shape[1] == 7
+    assert batch["history_BL"].shape[1] == 7
     model(batch)["loss"].sum().backward()
-    history_BLF, lengths_B = batch["history_BLF"][:, :4], torch.full((len(batch["lengths_B"]),), 4)
-    one = model.vectors(history_BLF, lengths_B, batch["features_BG"])
-    alone = model.vectors(history_BLF[:, 3:], lengths_B - 3, batch["features_BG"])
+    history_BL, lengths_B = batch["history_BL"][:, :4], torch.full((len(batch["lengths_B"]),), 4)
+    one = model.vectors(history_BL, lengths_B)
+    alone = model.vectors(history_BL[:, 3:], lengths_B - 3)
     torch.testing.assert_close(one, alone)

@@ -30,7 +30,7 @@ KINDS = {recipe: get_args(model.model_fields["kind"].annotation) for recipe, mod
 RECIPES = [(recipe, kind) for recipe in INFO for kind in KINDS[recipe]]
 OTHERS = {
     "kge": {"num_entities": 30, "num_relations": 3},
-    "retrieval": {"user_ids": {"user": 5, "from": 3}, "item_ids": {"item": 7}, "cutoffs": [3]},
+    "retrieval": {"num_items": 7, "cutoffs": [3]},
 }
 ROWS = ArrayDataset({"dense_BN": np.random.default_rng(0).normal(size=(50, 2))}, np.arange(50))
 """What bins of numbers are made from."""

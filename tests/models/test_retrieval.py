@@ -28,22 +28,18 @@ from tests.training.stopping import stopped_and_resumed
 
 
 def write_rows(file: Path, num_rows: int = 400, num_users: int = 30, num_items: int = 25) -> None:
-    """Interactions with a feature a side and a day; some items are far more frequent than others."""
+    """Interactions with a day; some items are far more frequent than others."""
     random = np.random.default_rng(0)
     chance = 1 / np.arange(1, num_items + 1)
     items = random.choice(num_items, num_rows, p=chance / chance.sum())
     users, days = random.integers(num_users, size=num_rows), random.integers(100, size=num_rows)
-    lines = [
-        f"u{user},i{item},{'ABC'[user % 3]},g{item % 4},{day}"
-        for user, item, day in zip(users, items, days, strict=True)
-    ]
-    file.write_text("\n".join(["user,item,country,genre,day", *lines]) + "\n")
+    lines = [f"u{user},i{item},{day}" for user, item, day in zip(users, items, days, strict=True)]
+    file.write_text("\n".join(["user,item,day", *lines]) + "\n")
 
 
 def small(folder: Path, **values: object) -> Prepared:
     write_rows(folder / "rows.csv")
-    features = {"user_features": "country", "item_features": "genre", "cutoffs": "3,8"}
-    data = RetrievalDataConfig(path=str(folder / "rows.csv"), **features | values)  # type: ignore[arg-type]
+    data = RetrievalDataConfig(path=str(folder / "rows.csv"), **{"cutoffs": "3,8"} | values)  # type: ignore[arg-type]
     return prepare("retrieval", data, folder / "prepared", 0)
 
 
@@ -59,9 +55,9 @@ def test_evaluation_is_that_of_a_naive_reference(
     scores_UV = {}
     with torch.no_grad():
         found = list(batches(data.dataset("valid"), 7, seed=0, epoch=0, shuffle=False))
-        vectors_VE = model.catalog(torch.from_numpy(arrays["items_VF"].astype(np.int64)))
+        vectors_VE = model.catalog()
         for batch in found:
-            vectors = model.vectors(batch["history_BLF"], batch["lengths_B"], batch["features_BG"])
+            vectors = model.vectors(batch["history_BL"], batch["lengths_B"])
             for user in range(len(vectors)):
                 scores_UV[len(scores_UV)] = vectors[user] @ vectors_VE.T
         found = [model(batch) for batch in found]
@@ -96,22 +92,21 @@ def test_recall_and_ndcg_are_their_definitions() -> None:
     assert (found["recall_at_9"], found["ndcg_at_9"]) == (found["recall_at_4"], found["ndcg_at_4"])
 
 
-def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) -> None:
+def test_the_latest_rows_validate(tmp_path: Path) -> None:
     rows = [
-        "who,what,when,home,note",
-        "ann,film,2024-03-01,Oslo,",
-        "ann,book,2024-01-05,Rome,",
-        "ann,book,2024-03-02,,",
-        "bob,film,2024-02-01,Bonn,",
-        "bob,song,2024-02-02,Bonn,",
-        "ann,song,2024-12-31,Nice,",
-        "bob,disc,2024-12-30,Bonn,",
-        "eve,film,2024-12-31,Bonn,",
-        ",film,2024-01-01,Bonn,",
+        "who,what,when",
+        "ann,film,2024-03-01",
+        "ann,book,2024-01-05",
+        "ann,book,2024-03-02",
+        "bob,film,2024-02-01",
+        "bob,song,2024-02-02",
+        "ann,song,2024-12-31",
+        "bob,disc,2024-12-30",
+        "eve,film,2024-12-31",
+        ",film,2024-01-01",
     ]
     (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
-    values = {"user": "who", "item": "what", "time": "when", "user_features": "home"}
-    values |= {"item_features": "note", "max_rejected": 0.2}
+    values = {"user": "who", "item": "what", "time": "when", "max_rejected": 0.2}
     config = RetrievalDataConfig(path=str(tmp_path / "rows.csv"), valid_fraction=0.35, **values)  # type: ignore[arg-type]
     data = prepare("retrieval", config, tmp_path / "prepared", 0)
     users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
@@ -120,10 +115,6 @@ def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) ->
     assert users["history"].to_list() == [[0, 1, 0, 2], [1, 2]]  # ann's song of the validation split, too
     assert data.arrays["held_items"].tolist() == [2]  # ann's song; disc and eve have no training row
     assert data.arrays["valid_users"].tolist() == [0]
-    homes = ["Bonn", "Oslo"]  # Oslo is later than Rome, although its row is first; an empty one is no value
-    assert data.info["user_ids"] == {"who": 2, "home": 2 + len(homes)}
-    assert data.info["item_ids"] == {"what": 3, "note": 2}  # which nobody filled in
-    assert [homes[ids[1] - 2] for ids in users["ids"].to_list()] == ["Oslo", "Bonn"]
     assert "not evaluated: 1 row of unseen users, 1 of unseen items" in data.describe()
     assert data.manifest.rejected == 1
 
@@ -200,13 +191,10 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     users, items = (pl.read_parquet(encoder / f"{name}.parquet") for name in ("users", "items"))
     model = dphybrid.load_model("sample").eval()
     with torch.no_grad():
-        ids_VF = torch.from_numpy(items["ids"].to_numpy().astype(np.int64))
-        vectors_VE, no_features = model.catalog(ids_VF), torch.zeros(1, 0, dtype=torch.int64)
         vectors = [
-            model.vectors(ids_VF[met.to_list()][None], torch.tensor([len(met)]), no_features)
-            for met in users["history"]
+            model.vectors(torch.tensor([met.to_list()]), torch.tensor([len(met)])) for met in users["history"]
         ]
-        scores_UV = (torch.cat(vectors) @ vectors_VE.T).numpy()
+        scores_UV = (torch.cat(vectors) @ model.catalog().T).numpy()
     asked = users["name"][5:15].to_list()
     frame = found.recommend(asked, k=7)
     assert frame.columns == ["user", "rank", "item", "score"]
@@ -237,7 +225,7 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
 def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> None:
     write_rows(data_dir.parent / "rows.csv", num_rows=200)
     frame = pl.read_csv(data_dir.parent / "rows.csv").with_columns(pl.struct("day").alias("nested"))
-    given = {"recipe": "retrieval", "user_features": "country", "tracking": "none", "quiet": True}
+    given = {"recipe": "retrieval", "tracking": "none", "quiet": True}
     with refused("item='itm': data has no such column; did you mean 'item'"):
         dphybrid.train(frame, item="itm", **given)
     with refused("data.item='item': holds lists; name a column of single values"):
@@ -247,7 +235,7 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
         dphybrid.train(frame.with_columns(lacking), **given)
     run = dphybrid.train(frame, time="day", epochs=1, devices="cpu*2", **given)
     assert len(run.recommend("u1", k=3)) == 3
-    assert pl.read_parquet(run.config.data.path).columns == ["user", "item", "country", "day"]
+    assert pl.read_parquet(run.config.data.path).columns == ["user", "item", "day"]
 
 
 def test_a_user_is_found_by_a_number_of_any_type(unrecorded: None, tmp_path: Path) -> None:

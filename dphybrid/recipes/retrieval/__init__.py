@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dphybrid.config import ExperimentConfig, ModelConfig, Names
+from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import RowFiles
 from dphybrid.recipes.recipe import Recipe, imported, with_chosen
 
@@ -39,12 +39,6 @@ class RetrievalDataConfig(RowFiles):
     """Column with the user: its name, or its position 0, 1, ... in a file without a header."""
     item: str = "item"
     """Column with the item."""
-    user_features: Names = ()
-    """Columns with categories of the user, separated by commas; the value of a user's last training row is
-    used."""
-    item_features: Names = ()
-    """Columns with categories of the item, separated by commas; the value of an item's last training row is
-    used."""
     time: str | None = None
     """Column with a number, date or time: the order of a user's history, and of the validation split. Empty:
     the order of the rows, and random rows by train.seed for validation."""
@@ -66,9 +60,8 @@ class RetrievalDataConfig(RowFiles):
 
     @model_validator(mode="after")
     def _columns_and_cutoffs_differ(self) -> Self:
-        columns = [self.user, self.item, *self.user_features, *self.item_features]
-        if twice := {name for name in columns if columns.count(name) > 1}:
-            raise ValueError(f"column {min(twice)!r} is named twice; give each column one purpose")
+        if self.user == self.item:
+            raise ValueError(f"item={self.item!r}: is the column of users, too; name two columns")
         if not self.cutoffs or len(set(self.cutoffs)) < len(self.cutoffs):
             raise ValueError(f"cutoffs={self.cutoffs}: give one or more lengths that differ")
         if self.split in ("time", "last") and self.time is None:
@@ -85,11 +78,8 @@ class RetrievalDataConfig(RowFiles):
     @property
     def named_columns(self) -> list[tuple[str, str]]:
         """The columns that fields name, as pairs (field, column)."""
-        features = [
-            (side, name) for side in ("user_features", "item_features") for name in getattr(self, side)
-        ]
         time = [] if self.time is None else [("time", self.time)]
-        return [("user", self.user), ("item", self.item), *features, *time]
+        return [("user", self.user), ("item", self.item), *time]
 
 
 class RetrievalModelConfig(ModelConfig):
@@ -177,7 +167,7 @@ class Retrieval(Recipe):
         # A network of next items has as many targets a user as a bag, but needs more steps.
         model: Any = config.model
         share, least = (16, 32) if model.kind == "bag" else (64, 16)
-        users, items = info["num_users"], next(iter(info["item_ids"].values()))
+        users, items = info["num_users"], info["num_items"]
         size = min(max(2 ** round(math.log2(max(1.0, users / share))), least), 512)
         chosen: dict[str, tuple[object, str]] = {
             "train.batch_size": (size, f"users, of {users:,}"),

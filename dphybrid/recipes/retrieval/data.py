@@ -3,20 +3,17 @@
 Users and items that have training rows are numbered, the most frequent first, so that the most popular items
 have the smallest numbers. Validation ranks the items that a user has not met in training and looks for the
 user's held-out ones.
-Letters: B rows of a chunk or a batch (pairs in training, users in validation), N rows or pairs, R users or
-items, U users, V items, F id columns (the id itself, then its features), H held-out items of a user, S items
-that a user has met.
+Letters: B rows of a batch (pairs in training, users in validation), N rows or pairs, U users, V items, H
+held-out items of a user, S items that a user has met.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import polars as pl
 import torch
-from polars.selectors import by_name
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset, lists_of
@@ -27,7 +24,6 @@ from dphybrid.data.table.kinds import form_as
 from dphybrid.data.table.named import complete_rows, named_columns
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, latest_rows, random_rows
 from dphybrid.data.table.values import Form, as_names, in_time, with_gaps
-from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import histories
 from dphybrid.util.errors import UserError, counted
@@ -71,42 +67,16 @@ def part_lists(
     return arrays, [found, left_out]
 
 
-@dataclass(frozen=True)
-class _Side:
-    """All users, or all items, in the order of their numbers. ids_RF: their ids, by column; num_ids: rows
-    of the tables, by column."""
+def _by_frequency(names: pl.Series) -> pl.Series:
+    """Return the different names, the most frequent first."""
+    counts = pl.DataFrame({"name": names}).group_by("name").len()
+    # Ties by name, because the order of polars' groups depends on its threads.
+    return counts.sort("len", "name", descending=[True, False])["name"]
 
-    names: pl.Series
-    ids_RF: Array
-    num_ids: dict[str, int]
 
-    @classmethod
-    def of(cls, name: str, features: tuple[str, ...], train: pl.DataFrame) -> Self:
-        """Number the values of the column `name`, most frequent first. A feature's value is that of the last
-        row that has one. train: the training rows, the latest last."""
-        # by_name, because pl.col reads names such as `*` as patterns. No column has a line break as its name,
-        # so "\n" is free for the count.
-        last = by_name(*features).drop_nulls().last()
-        rows = train.group_by(by_name(name)).agg(pl.len().alias("\n"), last)
-        # Ties by name, because the order of polars' groups depends on its threads.
-        rows = rows.sort(pl.nth(1), pl.nth(0), descending=[True, False])
-        words = {feature: Vocabulary.fit(rows[feature]) for feature in features}
-        columns = [np.arange(len(rows)), *(words[feature].ids(rows[feature]) for feature in features)]
-        sizes = {feature: len(vocabulary) for feature, vocabulary in words.items()}
-        return cls(rows[name], np.stack(columns, 1).astype(np.int32), {name: len(rows)} | sizes)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def numbers(self, names: pl.Series) -> Array:
-        """Return the number of each name; -1 for names that training does not have."""
-        known = pl.int_range(len(self), eager=True)
-        return names.replace_strict(self.names, known, default=-1).to_numpy()
-
-    def save(self, folder: Path, name: str, **more: pl.Series) -> None:
-        """Write names and ids, in the order of the numbers, with further columns `more`."""
-        with writing(file := folder / "encoder" / f"{name}.parquet"):
-            pl.DataFrame({"name": self.names, "ids": self.ids_RF, **more}).write_parquet(file)
+def _numbers(names: pl.Series, known: pl.Series) -> Array:
+    """Return the place of each name in `known`; -1 for others."""
+    return names.replace_strict(known, pl.int_range(len(known), eager=True), default=-1).to_numpy()
 
 
 @dataclass(frozen=True)
@@ -155,9 +125,9 @@ class _InteractionSource(Source):
             part_N = np.pad(part_N, (0, len(rows) - num_rows), constant_values=TEST)
         # Stable, so that rows of one time keep the file's order.
         in_time_N = np.argsort(times_N, kind="stable")
-        train = rows[in_time_N[part_N[in_time_N] == TRAIN]]
-        users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
-        pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
+        is_train = pl.Series(part_N == TRAIN)
+        users, items = (_by_frequency(rows[name].filter(is_train)) for name in (d.user, d.item))
+        pairs_N2 = np.stack([_numbers(rows[d.user], users), _numbers(rows[d.item], items)], 1)
         train_N2 = pairs_N2[part_N == TRAIN]
         if np.bincount(train_N2[:, 0]).max() < 2:
             raise UserError(
@@ -193,20 +163,15 @@ class _InteractionSource(Source):
         if not d.exclude_seen:
             lines.append("  items that a user has met may be recommended again (data.exclude_seen=false)")
         info = {
-            "user_ids": users.num_ids,
-            "item_ids": items.num_ids,
+            "num_users": len(users),
+            "num_items": len(items),
             "negatives": d.negatives,
             "cutoffs": list(d.cutoffs),
-            "num_users": len(users),
             "forms": {name: form.model_dump(mode="json") for name, form in forms.items()},
         }
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
         arrays = {
             "train_pairs": train_N2.astype(np.int32),
-            "users_UF": users.ids_RF,
-            "items_VF": items.ids_RF,
-            # The last row is the padding of histories: an id behind the last one of each column.
-            "inputs_PF": np.vstack([items.ids_RF, list(items.num_ids.values())]).astype(np.int32),
             # No logarithm of 0: every numbered item has training rows.
             "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
             "valid_users": valid.pop("users"),
@@ -219,8 +184,10 @@ class _InteractionSource(Source):
             # What a user has met includes the validation split.
             met = pl.DataFrame(pairs_N2[met_N], ["user", "item"]).sort("user", maintain_order=True)
             history = met.group_by("user", maintain_order=True).agg("item")["item"]
-            users.save(folder, "users", history=history)
-            items.save(folder, "items")
+            frames = {"users": {"name": users, "history": history}, "items": {"name": items}}
+            for name, columns in frames.items():
+                with writing(file := folder / "encoder" / f"{name}.parquet"):
+                    pl.DataFrame(columns).write_parquet(file)
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
@@ -239,10 +206,8 @@ class _InteractionSource(Source):
         """
         d, names = self.data, [name for _, name in fields]
         rows = read_rows(files, d, scratch, names, on_progress=progress)
-        remedy = (
-            "name the columns with data.user, data.item, data.time, data.user_features and data.item_features"
-        )
-        frame = named_columns(rows.frame, names, f"data.path={d.path}: {files[0].name} has", remedy)
+        remedy = "name the columns with data.user, data.item and data.time"
+        frame = named_columns(rows, names, f"data.path={d.path}: {files[0].name} has", remedy)
         notes, used = list(rows.notes), {*rows.index, *(name for _, name in d.named_columns)}
         if unused := ", ".join(name for name in rows.names if name not in used):
             notes.append(f"not used: {unused}; every row counts as one interaction")
@@ -321,41 +286,34 @@ class _PairDataset(Dataset):
         return len(self.arrays["train_pairs"])
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        return {"pairs_B2": _long(self.arrays["train_pairs"][index_B])}
+        return {"pairs_B2": torch.from_numpy(self.arrays["train_pairs"][index_B]).long()}
 
 
 class HeldDataset(Dataset):
     """The users of a validation or test part, each with the held-out items to find and the items met before,
     which ranking leaves out. Both lists are padded with the number of items, which is no item's number.
 
-    arrays: the prepared ones. lists: the part's, see `part_lists`.
+    lists: the part's, see `part_lists`.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], lists: Mapping[str, Array]) -> None:
-        self.lists, self.users_UF, self.inputs_PF = lists, arrays["users_UF"], arrays["inputs_PF"]
-        self.catalog_VF = _long(arrays["items_VF"])
+    def __init__(self, lists: Mapping[str, Array], num_items: int) -> None:
+        self.lists, self.num_items = lists, num_items
 
     def __len__(self) -> int:
         return len(self.lists["users"])
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        users_B, none = self.lists["users"][index_B], len(self.catalog_VF)
+        users_B = self.lists["users"][index_B]
 
         def of_users(name: str) -> tuple[Array, Array, Array]:
             starts = self.lists[f"{name}_starts"]
             return self.lists[f"{name}_items"], starts[users_B], starts[users_B + 1]
 
         return {
-            **histories(*of_users("history"), self.inputs_PF),
-            "features_BG": _long(self.users_UF[users_B, 1:]),
-            "held_BH": lists_of(*of_users("held"), none),
-            "seen_BS": lists_of(*of_users("seen"), none),
-            "catalog_VF": self.catalog_VF,
+            **histories(*of_users("history"), self.num_items),
+            "held_BH": lists_of(*of_users("held"), self.num_items),
+            "seen_BS": lists_of(*of_users("seen"), self.num_items),
         }
-
-
-def _long(array: Array) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64))
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
@@ -365,4 +323,4 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
         return _PairDataset(arrays)
     prefix = "test_" if name == "test" else ""
     lists = {list_name: arrays[prefix + list_name] for list_name in _LISTS}
-    return HeldDataset(arrays, lists | {"users": arrays[f"{name}_users"]})
+    return HeldDataset(lists | {"users": arrays[f"{name}_users"]}, prepared.info["num_items"])

@@ -1,19 +1,18 @@
 """Retrieval from histories: a user is the items met so far, so somebody who was not in training gets a list,
 too.
- The rows of these items come from a table in host memory, a network (`networks.py`) makes one vector of them,
+
+The rows of these items come from a table in host memory, a network (`networks.py`) makes one vector of them,
 and the score of an item is the product of that vector with the item's output vector, plus its bias. A bag
 learns to give back all items of a history from a random part of them (Liang et al. 2018, "Variational
 Autoencoders for Collaborative Filtering", without the variational part); a transformer predicts each next
-item.
- Where the output vectors are depends on model.softmax:
+item. Where the output vectors are depends on model.softmax:
 
 - full: a dense layer in the region, with a softmax over all items;
 - sampled: a second table; the softmax is over candidates, which are the batch's items and drawn ones,
   corrected by how often an item is drawn.
 
- Letters: B users, L items of a history (padded at the end), F id columns of an item, G feature columns of a
-user, D width of a row and of a vector, V items, E width of a vector and its 1 for the bias, T targets of a
-user (padded), C candidates, X places with a target.
+Letters: B users, L items of a history (padded at the end), D width of a row and of a vector, V items, E width
+of a vector and its 1 for the bias, T targets of a user (padded), C candidates, X places with a target.
 """
 
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ from torch.nn import functional as F
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, Dataset, DrawnDataset, Draws, lists_of
-from dphybrid.embedding import HostEmbeddingCollection
+from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.retrieval import RetrievalModelConfig
-from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes
+from dphybrid.recipes.retrieval.networks import NETWORKS
 from dphybrid.recipes.retrieval.ranking import rank_held
 from dphybrid.training.optimizers import make_dense_optimizer
 
@@ -46,14 +45,11 @@ def longest_of(options: RetrievalModelConfig) -> int:
     return options.history or int(NETWORKS[options.kind].longest)
 
 
-def histories(items: Array, starts_B: Array, stops_B: Array, inputs_PF: Array) -> dict[str, Tensor]:
-    """Return history_BLF, the ids of each row's items[start:stop], in order, and lengths_B.
-
-    inputs_PF: the ids of each item, and in the last row the padding, whose rows are zeros.
-    """
-    numbers_BL = lists_of(items, starts_B, stops_B, len(inputs_PF) - 1)
-    ids_BLF = torch.from_numpy(inputs_PF[numbers_BL.numpy()].astype(np.int64))
-    return {"history_BLF": ids_BLF, "lengths_B": torch.from_numpy(stops_B - starts_B).long()}
+def histories(items: Array, starts_B: Array, stops_B: Array, num_items: int) -> dict[str, Tensor]:
+    """Return history_BL, each row's items[start:stop], in order and padded with `num_items`, whose row is
+    zeros; and lengths_B."""
+    history_BL = lists_of(items, starts_B, stops_B, num_items)
+    return {"history_BL": history_BL, "lengths_B": torch.from_numpy(stops_B - starts_B).long()}
 
 
 class _HistoryDataset(Dataset):
@@ -73,29 +69,26 @@ class _HistoryDataset(Dataset):
         # One item more than the longest history: the last one is a target only.
         one = int(NETWORKS[self.options.kind].next_item)
         starts_B = np.maximum(a["history_starts"][users_B], stops_B - self.longest - one)
-        batch = histories(items, starts_B, stops_B - one, a["inputs_PF"])
-        batch["targets_BT"] = lists_of(items, starts_B + one, stops_B, IGNORED)
-        batch["features_BG"] = torch.from_numpy(a["users_UF"][users_B, 1:].astype(np.int64))
-        return batch
+        batch = histories(items, starts_B, stops_B - one, len(a["log_q_V"]))
+        return batch | {"targets_BT": lists_of(items, starts_B + one, stops_B, IGNORED)}
 
 
 def training_histories(rows: Dataset, info: Mapping[str, Any], options: RetrievalModelConfig) -> Dataset:
     """Return the training split for a kind of network, with what is drawn anew in each epoch: the items of a
     bag that are dropped, and the candidates of a softmax outside of the region. rows: the prepared pairs."""
     arrays: Mapping[str, Array] = rows.arrays  # type: ignore[attr-defined]
-    padding_F = torch.from_numpy(arrays["inputs_PF"][-1].astype(np.int64))
-    num_items = len(arrays["items_VF"])
+    num_items = len(arrays["log_q_V"])
     sampled, num_drawn = options.is_sampled(num_items), int(info["negatives"]) or DRAWN
     longest, share = longest_of(options), options.dropped
     drops = not NETWORKS[options.kind].next_item
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         drawn = dict[str, Tensor]()
-        lengths_B, ids_BLF = batch["lengths_B"], batch["history_BLF"]
+        lengths_B, history_BL = batch["lengths_B"], batch["history_BL"]
         if drops:
-            kept_BL = torch.from_numpy(draws.uniform(longest, first=ids_BLF.shape[1]) >= share)
+            kept_BL = torch.from_numpy(draws.uniform(longest, first=history_BL.shape[1]) >= share)
             num_B = (kept_BL & (torch.arange(kept_BL.shape[1]) < lengths_B[:, None])).sum(1)
-            drawn["history_BLF"] = torch.where(kept_BL.unsqueeze(2), ids_BLF, padding_F)
+            drawn["history_BL"] = history_BL.where(kept_BL, num_items)
             # The sum is then as large as that of the whole history, on average.
             drawn["lengths_B"] = num_B.clamp(min=1) * (1 - share)
         if sampled:
@@ -106,7 +99,7 @@ def training_histories(rows: Dataset, info: Mapping[str, Any], options: Retrieva
             items_C, counts_C = np.unique(chosen, return_counts=True)
             places_BT = np.where(targets_BT == IGNORED, IGNORED, np.searchsorted(items_C, targets_BT))
             drawn["targets_BT"] = torch.from_numpy(places_BT)
-            drawn["candidates_CF"] = torch.from_numpy(arrays["items_VF"][items_C].astype(np.int64))
+            drawn["candidates_C"] = torch.from_numpy(items_C).long()
             drawn["weight_C"] = torch.from_numpy(np.log(counts_C) - arrays["log_q_V"][items_C]).float()
         return drawn
 
@@ -140,60 +133,45 @@ class _Region(nn.Module):
         self.network, self.output = network, output
 
     def forward(
-        self,
-        rows_BLFD: Tensor,
-        lengths_B: Tensor,
-        features_BGD: Tensor | None,
-        targets_BT: Tensor | None = None,
+        self, rows_BLD: Tensor, lengths_B: Tensor, targets_BT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return vectors_BTD, in training (loss_B, weight_B) if there is an output layer. Without targets
         vectors_B1D of whole histories."""
-        vectors_BTD = self.network(rows_BLFD.sum(2), lengths_B)
+        vectors_BTD: Tensor = self.network(rows_BLD, lengths_B)
         if targets_BT is None:
             last_B = (lengths_B - 1).clamp(0, vectors_BTD.shape[1] - 1)
             last_B1D = vectors_BTD.gather(1, last_B[:, None, None].expand(-1, 1, vectors_BTD.shape[2]))
-            vectors_BTD = last_B1D * (lengths_B > 0)[:, None, None]
-        if features_BGD is not None:
-            vectors_BTD = vectors_BTD + features_BGD.sum(1, keepdim=True)
-        if targets_BT is None or self.output is None:
+            return last_B1D * (lengths_B > 0)[:, None, None]
+        if self.output is None:
             return vectors_BTD
         return _losses(vectors_BTD, targets_BT, self.output.weight, self.output.bias)
-
-
-class _Sum(nn.Module):
-    """rows_CFE -> vectors_CE of candidates."""
-
-    def forward(self, rows_CFE: Tensor) -> Tensor:
-        return rows_CFE.sum(1)
 
 
 class HistoryModel(nn.Module):
     """Trains a network over histories; in evaluation ranks all items for each user.
 
     Args:
-        inputs: Rows of a history's items.
-        users: Rows of users' features.
+        inputs: Rows of a history's items, and of the padding.
         items: Output vectors of candidates with the bias in the last column; None where the region has an
             output layer.
         depth: Length of the longest list that is evaluated.
         longest: How many of a user's latest items are read.
     """
 
-    whole = ("candidates_CF", "weight_C")
+    whole = ("candidates_C", "weight_C")
 
     def __init__(
         self,
-        inputs: HostEmbeddingCollection,
-        users: HostEmbeddingCollection | None,
-        items: HostEmbeddingCollection | None,
+        inputs: HostEmbedding,
+        items: HostEmbedding | None,
         region: DataParallel,
         depth: int,
         longest: int,
     ) -> None:
         super().__init__()
-        self.inputs, self.users, self.items, self.region = inputs, users, items, region
-        # Each device sums the rows of its share of the candidates; the home device gets all of them.
-        self.outputs = None if items is None else DataParallel(_Sum(), region.devices)
+        self.inputs, self.items, self.region = inputs, items, region
+        # Each device gets a share of the candidates, and the home device all of them.
+        self.outputs = None if items is None else DataParallel(nn.Identity(), region.devices)
         self.depth, self.longest = depth, longest
         self._catalog_VE: Tensor | None = None
 
@@ -204,47 +182,38 @@ class HistoryModel(nn.Module):
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids that `forward` looks up in training, so that their rows can be prefetched."""
-        ids = {"inputs": self.inputs.flat_ids(batch["history_BLF"])}
-        if self.users is not None:
-            ids["users"] = self.users.flat_ids(batch["features_BG"])
-        if self.items is not None:
-            ids["items"] = self.items.flat_ids(batch["candidates_CF"])
-        return ids
+        ids = {"inputs": batch["history_BL"]}
+        return ids if self.items is None else ids | {"items": batch["candidates_C"]}
 
-    def _candidates(self, ids_CF: Tensor) -> Tensor:
-        """Return vectors_CE of items by their ids, with the bias in the last column."""
+    def _candidates(self, items_C: Tensor) -> Tensor:
+        """Return vectors_CE of items, with the bias in the last column."""
         assert self.items is not None
         assert self.outputs is not None
-        vectors_CE: Tensor = self.outputs(self.outputs.rows(self.items, ids_CF))
+        vectors_CE: Tensor = self.outputs(self.outputs.rows(self.items, items_C))
         return vectors_CE
 
-    def _through_region(
-        self, history_BLF: Tensor, lengths_B: Tensor, features_BG: Tensor, *targets_BT: Tensor
-    ) -> Any:
-        features_BGD = None if self.users is None else self.region.rows(self.users, features_BG)
-        return self.region(self.region.rows(self.inputs, history_BLF), lengths_B, features_BGD, *targets_BT)
-
-    def vectors(self, history_BLF: Tensor, lengths_B: Tensor, features_BG: Tensor) -> Tensor:
-        """Return vectors_BE of users by their histories (ids in order, padded at the end, and their lengths)
-        and features; the last column is the 1 that the items' biases are multiplied by."""
-        if history_BLF.shape[1] > self.longest:
+    def vectors(self, history_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        """Return vectors_BE of users by their histories (items in order, padded at the end, and their
+        number); the last column is the 1 that the items' biases are multiplied by."""
+        if history_BL.shape[1] > self.longest:
             first_B1 = (lengths_B - self.longest).clamp(min=0).unsqueeze(1)
-            place_BL = first_B1 + torch.arange(self.longest)
-            history_BLF = history_BLF.gather(1, place_BL.unsqueeze(2).expand(-1, -1, history_BLF.shape[2]))
+            history_BL = history_BL.gather(1, first_B1 + torch.arange(self.longest))
             lengths_B = lengths_B.clamp(max=self.longest)
-        vectors_B1D: Tensor = self._through_region(history_BLF, lengths_B, features_BG)
+        vectors_B1D: Tensor = self.region(self.region.rows(self.inputs, history_BL), lengths_B)
         return F.pad(vectors_B1D.squeeze(1).float(), (0, 1), value=1.0)
 
-    def catalog(self, catalog_VF: Tensor) -> Tensor:
+    def catalog(self) -> Tensor:
         """Return catalog_VE, the vectors of all items with their biases in the last column, on the CPU. They
         are kept until `train` or `eval` is called."""
         # A local name: another thread may call `eval` meanwhile.
-        vectors_VE, output = self._catalog_VE, self.region.module.output
+        vectors_VE = self._catalog_VE
         if vectors_VE is None:
             with torch.no_grad():
-                if output is None:
-                    parts = [self._candidates(block).cpu() for block in catalog_VF.split(2**14)]
+                if self.items is not None:
+                    blocks = torch.arange(self.items.num_rows).split(2**14)
+                    parts = [self._candidates(block).cpu() for block in blocks]
                 else:
+                    output = self.region.module.output
                     parts = [torch.cat([output.weight, output.bias.unsqueeze(1)], 1).cpu()]
             vectors_VE = torch.cat(parts).float()
             if self.region.devices.home.type == "cpu":
@@ -255,14 +224,13 @@ class HistoryModel(nn.Module):
         return vectors_VE
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        histories_and_features = batch["history_BLF"], batch["lengths_B"], batch["features_BG"]
+        history_BL, lengths_B = batch["history_BL"], batch["lengths_B"]
         if "targets_BT" not in batch:
-            users_BE = self.vectors(*histories_and_features)
-            return rank_held(users_BE, self.catalog(batch["catalog_VF"]), batch, self.depth)
-        found = self._through_region(*histories_and_features, batch["targets_BT"])
+            return rank_held(self.vectors(history_BL, lengths_B), self.catalog(), batch, self.depth)
+        found = self.region(self.region.rows(self.inputs, history_BL), lengths_B, batch["targets_BT"])
         if self.items is not None:
             # The batch's candidates compete for all users: scores and loss are the home device's.
-            items_CE = self._candidates(batch["candidates_CF"])
+            items_CE = self._candidates(batch["candidates_C"])
             bias_C = items_CE[:, -1] + batch["weight_C"].to(items_CE)
             found = _losses(found, batch["targets_BT"].to(found.device), items_CE[:, :-1], bias_C)
         loss_B, weight_B = found
@@ -270,29 +238,19 @@ class HistoryModel(nn.Module):
 
 
 def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel:
-    o, info = context.options, context.info
-    item_ids = {column: int(count) for column, count in info["item_ids"].items()}
-    features = {column: int(count) for column, count in list(info["user_ids"].items())[1:]}
-
-    def padded(sizes: dict[str, int], name: str) -> HostEmbeddingCollection:
-        # One row more a column, of zeros: the padding of histories, and what is unknown of a user.
-        with_padding = {column: count + 1 for column, count in sizes.items()}
-        return HostEmbeddingCollection(
-            with_padding, o.dim, padding=sizes, std=0.05, name=name, make=context.table
-        )
-
-    num_items, longest = next(iter(item_ids.values())), longest_of(o)
+    o, num_items = context.options, int(context.info["num_items"])
     output = items = None
     if o.is_sampled(num_items):
-        items = HostEmbeddingCollection(item_ids, o.dim + 1, std=0.05, name="items", make=context.table)
+        items = context.table(num_items, o.dim + 1, std=0.05, name="items")
     else:
         output = nn.Linear(o.dim, num_items)
         nn.init.normal_(output.weight, std=0.05)
         nn.init.zeros_(output.bias)
-    users = padded(features, "users") if features else None
-    network = NETWORKS[o.kind](Sizes(o.dim, o.layers, o.heads, longest, o.dropout))
-    region = DataParallel(_Region(network, output), context.devices)
-    return HistoryModel(padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"]), longest)
+    longest = longest_of(o)
+    region = DataParallel(_Region(NETWORKS[o.kind](o, longest), output), context.devices)
+    # One row more, of zeros: the padding of histories.
+    inputs = context.table(num_items + 1, o.dim, std=0.05, name="inputs", padding_idx=num_items)
+    return HistoryModel(inputs, items, region, max(context.info["cutoffs"]), longest)
 
 
 def optimizers(model: nn.Module, config: ExperimentConfig) -> Mapping[str, torch.optim.Optimizer]:

@@ -5,36 +5,21 @@ each item.
 - transformer: SASRec (Kang and McAuley 2018, "Self-Attentive Sequential Recommendation"): one vector after
   each item, by causal attention and learned positions.
 
-A further network is a class here, its entry in `NETWORKS`, and its name in `model.kind`. It takes
-(rows_BLD, lengths_B): rows of items, zeros where a history is padded, and the number of items; for a bag in
-training the number that its sum stands for. `longest` is how many of a user's latest items it reads by
-default. `next_item` says what it learns: a vector after each item, which predicts the next one, or one vector
-of a part of the history, which gives back all of it.
+A further network is a class here, its entry in `NETWORKS`, and its name in `model.kind`. It is made from the
+config and the most items of a history. It takes (rows_BLD, lengths_B): rows of items, zeros where a history
+is padded, and the number of items; for a bag in training the number that its sum stands for. `longest` is how
+many of a user's latest items it reads by default. `next_item` says what it learns: a vector after each item,
+which predicts the next one, or one vector of a part of the history, which gives back all of it.
 
 Letters: B users, L items of a history (padded at the end), D width of a row and of a vector.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What networks are made of.
-
-    Attributes:
-        dim: Width of a row and of a vector.
-        longest: The most items of a history.
-    """
-
-    dim: int
-    layers: int
-    heads: int
-    longest: int
-    dropout: float
+from dphybrid.recipes.retrieval import RetrievalModelConfig
 
 
 class Bag(nn.Module):
@@ -43,7 +28,7 @@ class Bag(nn.Module):
     longest: ClassVar[int] = 1000
     next_item: ClassVar[bool] = False
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, options: RetrievalModelConfig, longest: int) -> None:
         super().__init__()
 
     def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
@@ -58,14 +43,15 @@ class Transformer(nn.Module):
     longest: ClassVar[int] = 200
     next_item: ClassVar[bool] = True
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, options: RetrievalModelConfig, longest: int) -> None:
         super().__init__()
-        self.positions_LD = nn.Parameter(torch.randn(s.longest, s.dim) * 0.02)
-        self.enter = nn.Dropout(s.dropout)
+        o = options
+        self.positions_LD = nn.Parameter(torch.randn(longest, o.dim) * 0.02)
+        self.enter = nn.Dropout(o.dropout)
         # No dropout of attention shares: torch draws it inside of its kernel, differently on each device.
-        layer = nn.TransformerEncoderLayer(s.dim, s.heads, 4 * s.dim, 0.0, batch_first=True, norm_first=True)
-        layer.dropout, layer.dropout1, layer.dropout2 = (nn.Dropout(s.dropout) for _ in range(3))
-        self.network = nn.TransformerEncoder(layer, s.layers, nn.LayerNorm(s.dim), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(o.dim, o.heads, 4 * o.dim, 0.0, batch_first=True, norm_first=True)
+        layer.dropout, layer.dropout1, layer.dropout2 = (nn.Dropout(o.dropout) for _ in range(3))
+        self.network = nn.TransformerEncoder(layer, o.layers, nn.LayerNorm(o.dim), enable_nested_tensor=False)
 
     def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
         length, dim = rows_BLD.shape[1:]

@@ -5,8 +5,7 @@ items that they have met.
 One function, `Recommender._lists`, makes lists of people: their names, and what they have met besides what
 training knows. Names, frames, files and later events become such people. The search is exact, not
 approximate. It goes block by block over users and items, so memory holds only the items' vectors and one
-block of scores. Letters: B users, S items that a user has met, K places of a list, F id columns, G features
-of a user, N users and places, flat.
+block of scores. Letters: B users, S items that a user has met, K places of a list, N users and places, flat.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,13 +16,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from polars.selectors import by_name
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread
-from dphybrid.data.table.files import find_files
+from dphybrid.data.table.files import Rows, find_files
 from dphybrid.data.table.frames import (
     Written,
     as_frame,
@@ -76,10 +74,10 @@ class Recommender:
         self.checkpoint, self.batch_size = checkpoint, batch_size
         self._recipe, self._data, self._model = config.recipe, config.data, model.eval()
         with misread(checkpoint / "encoder"):
-            self._read(model)
+            self._read()
 
-    def _read(self, model: HistoryModel) -> None:
-        """Read the names and features of users and items from the checkpoint."""
+    def _read(self) -> None:
+        """Read the names of users and items from the checkpoint."""
         users, items = (
             pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
             for name in ("users", "items")
@@ -91,16 +89,10 @@ class Recommender:
         self._users = users["name"]
         self._numbers = {name: number for number, name in enumerate(self._users)}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
-        # The last list, and the last features, are those of all users whom training does not know.
+        # The last list is that of all users whom training does not know.
         self._history = pl.concat([users["history"].cast(_ITEMS), pl.Series([[]], dtype=_ITEMS)])
         if not self._history.explode().drop_nulls().is_between(0, len(items) - 1).all():
             raise ValueError("column history of users.parquet has items that items.parquet lacks")
-        features = model.users.num_rows.values() if model.users else ()
-        unknown_G = torch.tensor([[count - 1 for count in features]], dtype=torch.int64)
-        self._users_UF, self._items_VF = (side["ids"].to_numpy().astype(np.int64) for side in (users, items))
-        self._features_RG = torch.cat([torch.from_numpy(self._users_UF[:, 1:]), unknown_G])
-        padding_F = [count - 1 for count in model.inputs.num_rows.values()]
-        self._inputs_PF = np.vstack([self._items_VF, padding_F])
 
     def __repr__(self) -> str:
         return (
@@ -113,47 +105,37 @@ class Recommender:
         not met, or fewer if fewer are left.
 
         users: one, or a list, array or Series of them; None: all users that have training rows. history: the
-        items that a user has met, in their order, or a list of such lists, one for each of `users` (None: one
-        list of a nameless user); they come behind those that training knows. A user without a known item gets
-        the most popular items, without a score. Raises UserError for a k below 1.
+        items that the user has met, in their order, behind those that training knows; for a list of users a
+        list of such lists; without users that of somebody new. A user without a known item gets the most
+        popular items, without a score. Raises UserError for a k below 1.
         """
         if k < 1:
             raise UserError(f"k={k}: give 1 or more items per user")
-        if users is None:
-            users = self._users if history is None else [""]
-        elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
-            users = [users]
-        names = self._names(users, self._data.user).fill_null("")
-        new = None if history is None else self._given_histories(len(names), history)
+        if users is None and history is None:
+            users = self._users
+        elif users is None or _is_single(users):
+            users, history = ["" if users is None else users], None if history is None else [history]
+        names, new = self._names(users, self._data.user).fill_null(""), None
+        if history is not None:
+            lists = [] if _is_single(history) else list(history)
+            if len(lists) != len(names) or any(map(_is_single, lists)):
+                raise UserError(f"history: give each of {counted(len(names), 'user')} a list of items")
+            known = [self._item_ids(self._names(items, self._data.item)) for items in lists]
+            new = pl.Series([ids[ids >= 0].tolist() for ids in known], dtype=_ITEMS)
         return self._whole(self._people(names, new), k)
-
-    def _given_histories(self, num_users: int, history: Any) -> pl.Series:
-        """Return the numbers of the known items of each of `num_users` users."""
-        lists = [
-            list(items) if isinstance(items, Iterable) and not isinstance(items, str) else items
-            for items in history
-        ]
-        if not any(isinstance(items, list) for items in lists):
-            lists = [lists]
-        if len(lists) != num_users:
-            raise UserError(
-                f"history: has {counted(len(lists), 'list')} for {counted(num_users, 'user')}; give one each"
-            )
-        found = [self._item_ids(self._names(items, self._data.item)) for items in lists]
-        return pl.Series([ids[ids >= 0].tolist() for ids in found], dtype=_ITEMS)
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
         users must have the same name as in training. If the table has the column of items, too, its rows are
         events, in the order of data.time's column or else of the rows: those that training lacks
         are added to what the model knows of a user. Raises UserError if the column of users is missing."""
-        return self._whole(self._from_events(self._events(as_frame(rows, "the rows"), self._data)), 10)
+        frame = as_frame(rows, "the rows").lazy().collect()
+        return self._whole(self._from_events(self._events(frame, self._data)), 10)
 
-    def _events(self, rows: pl.DataFrame | pl.LazyFrame, d: RetrievalDataConfig) -> pl.DataFrame:
+    def _events(self, rows: pl.DataFrame, d: RetrievalDataConfig) -> pl.DataFrame:
         """Return the rows that have a user: its name, and the item's number (-1: none that training knows),
         in the order of their times. d: has the names of the columns. Raises UserError if that of the users is
         missing."""
-        rows = rows.lazy().select(by_name(*{d.user, d.item, d.time or d.user}, require_all=False)).collect()
         if d.user not in rows.columns:
             raise UserError(f"the rows have no column {d.user!r} with users; add it, or name it as data.user")
         numbers, order, trained = np.full(len(rows), -1), np.arange(len(rows)), self._data
@@ -182,7 +164,7 @@ class Recommender:
         d = self._data
         if isinstance(rows, str | Path):
             with rows_of(str(rows), d, [d.user, d.item]) as read:
-                frame = read.frame.collect()
+                frame = _used(read, d)
         else:
             frame = as_frame(rows, "the rows").lazy().collect()
         if d.item not in frame.columns:
@@ -194,8 +176,7 @@ class Recommender:
         met_N2 = np.stack([np.repeat(np.arange(num_users + 1), np.diff(starts)), items], 1)
         sizes = num_users, len(self.items)
         lists, texts = part_lists(met_N2, asked_N2, sizes, d.exclude_seen, "the rows")
-        arrays = {"users_UF": self._users_UF, "items_VF": self._items_VF, "inputs_PF": self._inputs_PF}
-        return HeldDataset(arrays, lists), ["; ".join([counted(len(events), "row"), *texts])]
+        return HeldDataset(lists, len(self.items)), ["; ".join([counted(len(events), "row"), *texts])]
 
     def predict_file(
         self,
@@ -228,7 +209,7 @@ class Recommender:
         section = self._data.model_dump() | {"path": str(path)} | values
         data: Any = build_config({"recipe": self._recipe, "data": section}).data
         with new_rows(files, data, [data.user]) as rows:
-            people = self._from_events(self._events(rows.frame, data))
+            people = self._from_events(self._events(_used(rows, data), data))
         done.num_rows, done.num_rejected = len(people), len(rows.rejected)
         done.unknown = int((~self._has_vector(people)).sum())
         write_frames(self._lists(people, top, on_progress), _COLUMNS, done.out, rows.rejected)
@@ -286,15 +267,12 @@ class Recommender:
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
             if len(rows := np.flatnonzero(self._has_vector(part))):
                 scored = part[rows]
-                numbers_B = scored["number"]
-                starts, items = _flat(self._history.gather(numbers_B).list.concat(scored["new"]))
+                starts, items = _flat(self._history.gather(scored["number"]).list.concat(scored["new"]))
                 met = items, starts[:-1], starts[1:]
-                batch = histories(*met, self._inputs_PF)
-                features_BG = self._features_RG[numbers_B.to_numpy(writable=True)]
-                users_BE = self._model.vectors(batch["history_BLF"], batch["lengths_B"], features_BG)
+                batch = histories(*met, len(self.items))
+                users_BE = self._model.vectors(batch["history_BL"], batch["lengths_B"])
                 hidden_BS = lists_of(*met, -1) if self._data.exclude_seen else None
-                items_VE = self._model.catalog(torch.from_numpy(self._items_VF))
-                best = rank_rows(users_BE, items_VE, hidden_QS=hidden_BS, k=items_BK.shape[1])
+                best = rank_rows(users_BE, self._model.catalog(), hidden_QS=hidden_BS, k=items_BK.shape[1])
                 items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
             # -1 where a user has met so many items that fewer than k are left.
             user_N, place_N = np.nonzero(items_BK >= 0)
@@ -314,6 +292,16 @@ def later_interactions(
 ) -> tuple[HeldDataset, list[str]]:
     """Return `Recommender.held` of a checkpoint's model."""
     return Recommender(checkpoint, config, lambda: model, 1).held(rows)
+
+
+def _is_single(value: object) -> bool:
+    """Return whether a value is one name, such as a text or a number of numpy, not several."""
+    return isinstance(value, str) or not isinstance(value, Iterable)
+
+
+def _used(rows: Rows, d: RetrievalDataConfig) -> pl.DataFrame:
+    """Return the columns of users, items and times, as far as files have them."""
+    return rows.table([name for name in rows.names if name in (d.user, d.item, d.time)])
 
 
 def _flat(lists: pl.Series) -> tuple[Array, Array]:
