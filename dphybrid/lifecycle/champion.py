@@ -75,7 +75,7 @@ def open_registry(settings: Settings) -> Registry:
 
 
 def judge(run_folder: str | Path, settings: Settings) -> Decision:
-    """Compare the trained challenger of a run folder with the champion, without one with the recipe's floor;
+    """Compare the trained challenger of a run folder with the champion, without one with the task's floor;
     promote it or keep the champion; record why. The caller holds the model's retraining lock.
 
     It is promoted if the whole 95 % interval of the gain is above its `MIN_GAIN_TAG`. Raises UserError when
@@ -135,12 +135,11 @@ def decide_waiting(settings: Settings, model: str) -> Iterator[tuple[Run, Decisi
 
 def against_floor(experiment: Experiment) -> Decision:
     """Compare a run's best checkpoint with a constant prediction. Any significant gain is enough."""
-    data = experiment.data
-    floor = experiment.recipe.floor(data)
-    if floor is None:
+    task = experiment.task
+    if task.floor is None:
         return Decision(promoted=True, why="new: there is no champion to compare with")
-    after = _outputs(experiment, _best_checkpoint(experiment), data)
-    return compared(floor, after, experiment.task, experiment.config.train.seed, "a constant prediction's")
+    after = _outputs(experiment, _best_checkpoint(experiment), experiment.data)
+    return compared(task.floor(after), after, task, experiment.config.train.seed, f"a {task.floor_name}'s")
 
 
 def against_champion(experiment: Experiment, champion: Version, registry: Registry) -> Decision:

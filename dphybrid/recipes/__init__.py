@@ -17,7 +17,7 @@ from dphybrid.recipes.registry import find_recipe, recipe_names
 if TYPE_CHECKING:
     from dphybrid.embedding import DeclaresIds
     from dphybrid.recipes.context import ModelContext
-    from dphybrid.training.metrics import Task
+    from dphybrid.training.metrics import Task, mean_of
     from dphybrid.training.step import Step
 
 _NEED_TORCH = {
@@ -25,6 +25,7 @@ _NEED_TORCH = {
     "ModelContext": "dphybrid.recipes.context",
     "Step": "dphybrid.training.step",
     "Task": "dphybrid.training.metrics",
+    "mean_of": "dphybrid.training.metrics",
 }
 
 
@@ -45,5 +46,6 @@ __all__ = [
     "Step",
     "Task",
     "find_recipe",
+    "mean_of",
     "recipe_names",
 ]

@@ -136,13 +136,6 @@ class Recipe:
         `dphybrid.data.DrawnDataset`. info: facts about the prepared data. model: the `model` section."""
         return rows
 
-    def floor(self, data: "Prepared") -> "dict[str, Tensor] | None":
-        """Return the best constant prediction on the validation split, in the form of the model's outputs. It
-        stands beside the result of each run, and retraining does not promote a first model that does not
-        beat it. None: results stand beside the mean of the model's predictions, provided that the task names
-        its `prediction`, and retraining promotes the first model."""
-        return None
-
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:

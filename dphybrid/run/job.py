@@ -52,7 +52,7 @@ from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.label_tasks import LabelTask
 from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import CONSTANT, constant_prediction
+from dphybrid.training.metrics import floor_metrics
 from dphybrid.util.alive import holding
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_errors_told
@@ -419,14 +419,12 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
     if "test" in data.parts:
         drawn = outputs_of("test")
         tested = task.compute(drawn)
-    if (floor := experiment.recipe.floor(data)) is not None:
-        baselines = {CONSTANT: task.compute(floor)}
-    else:
-        baselines = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
+    floor = floor_metrics(task, outputs)
+    baselines = {task.floor_name: floor} if floor else {}
     page = MetricsPage(
         metrics=metrics,
         test=tested,
-        baselines={which: dict(values) for which, values in baselines.items()},
+        baselines=baselines,
         charts=list(task.charts(drawn)) if task.charts else [],
     )
     page.write(run.folder / "metrics.json")

@@ -84,8 +84,7 @@ def _binary(label: Label) -> LabelTask:
         return [Chart.of("roc", "ROC curve", axes, fallout_T[shown], recall_T[shown], drawn="line")]
 
     return LabelTask(
-        # The recipe computes the best constant, so the mean prediction is not needed.
-        **(vars(BINARY) | {"prediction": "", "chosen_by": "log_loss", "charts": charts}),
+        **(vars(BINARY) | {"chosen_by": "log_loss", "charts": charts, "floor": _constant(label)}),
         label=label,
         loss=cross_entropy_of_two,
         link=lambda logits_B: torch.sigmoid(logits_B.float()),
@@ -113,6 +112,7 @@ def _multiclass(label: Label) -> LabelTask:
         higher_is_better=True,
         compute=compute,
         chosen_by="log_loss",
+        floor=_constant(label),
         label=label,
         loss=lambda logits_BC, labels_B: F.cross_entropy(logits_BC, labels_B.long(), reduction="none"),
         link=lambda logits_BC: torch.softmax(logits_BC.float(), dim=1),
@@ -150,10 +150,28 @@ def _regression(label: Label) -> LabelTask:
         higher_is_better=False,
         compute=compute,
         charts=charts,
+        floor=_constant(label),
         label=label,
         loss=lambda logits_B, labels_B: F.mse_loss(logits_B, labels_B.to(logits_B.dtype), reduction="none"),
         link=link,
     )
+
+
+def _constant(label: Label) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the floor: the best constant, which is the shares of the classes or the mean of the labels."""
+
+    def floor(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        labels_B, weights_B = outputs["labels_B"].double(), outputs["weight"].double()
+        if label.task == "regression":
+            best = (labels_B * weights_B).sum() / weights_B.sum()
+        else:
+            counts_C = torch.bincount(labels_B.long(), weights_B, minlength=max(2, len(label.classes)))
+            # + 1e-3: a class that these rows lack would have the logarithm of 0.
+            logits_C = (counts_C + 1e-3).log()
+            best = logits_C if label.task == "multiclass" else logits_C[1] - logits_C[0]
+        return outputs | {"logits": best.to(outputs["logits"].dtype).expand_as(outputs["logits"])}
+
+    return floor
 
 
 def cross_entropy_of_two(logits_B: Tensor, labels_B: Tensor) -> Tensor:

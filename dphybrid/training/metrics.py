@@ -13,9 +13,6 @@ from dphybrid.training.results import Chart
 from dphybrid.util.errors import UserError
 from dphybrid.util.roc import area_under_roc
 
-CONSTANT = "constant prediction"
-"""Name of the baseline that predicts the same for every row."""
-
 
 @dataclass(frozen=True)
 class Task:
@@ -31,8 +28,9 @@ class Task:
         chosen_by: A loss among the metrics (lower is better) that decides on the best checkpoint and on early
             stopping instead of `metric`, for metrics that reach their maximum early on few rows; "" for
             `metric` itself.
-        prediction: The entry of `reads` whose mean over all rows serves as a baseline; "" for none.
-        baselines: From the same outputs to the metrics of simple rules, by the rule's name.
+        floor: From the same outputs to those of the simplest rule, such as `mean_of`. Its metrics stand
+            beside each result, and retraining does not promote a first model that is not better.
+        floor_name: What that rule is called there.
     """
 
     metric: str
@@ -41,25 +39,30 @@ class Task:
     reads: tuple[str, ...] = ()
     charts: Callable[[dict[str, Tensor]], Sequence[Chart]] | None = None
     chosen_by: str = ""
-    prediction: str = ""
-    baselines: Callable[[dict[str, Tensor]], dict[str, dict[str, float]]] | None = None
+    floor: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    floor_name: str = "constant prediction"
 
 
-def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dict[str, float]]:
-    """Return the metrics of a constant: the mean of the model's predictions, for every row.
+def mean_of(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a floor: the mean of this output, the model's prediction, for every row."""
 
-    Empty if the task names no prediction, or if the deciding metric is computed from losses: the model's loss
-    of a constant prediction is unknown here.
-    """
-    if not task.prediction:
+    def floor(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        predicted = outputs[name]
+        return outputs | {name: predicted.double().mean(0).to(predicted.dtype).expand_as(predicted)}
+
+    return floor
+
+
+def floor_metrics(task: Task, outputs: dict[str, Tensor]) -> dict[str, float]:
+    """Return the metrics of a task's floor; none of those that are computed from losses, as a floor has none.
+    Empty without a floor, and if the deciding metric is one of them."""
+    if task.floor is None:
         return {}
-    predicted = outputs[task.prediction]
-    mean = predicted.double().mean(0).to(predicted.dtype).expand_as(predicted)
-    # NaN losses make every metric computed from them NaN, so that it is dropped below.
+    # NaN losses make every metric computed from them NaN.
     no_loss_B = torch.full_like(outputs["loss"], torch.nan)
-    metrics = task.compute(outputs | {task.prediction: mean, "loss": no_loss_B})
+    metrics = task.compute(task.floor(outputs) | {"loss": no_loss_B})
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return {CONSTANT: finite} if task.metric in finite else {}
+    return finite if task.metric in finite else {}
 
 
 def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:
@@ -114,7 +117,7 @@ def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 LANGUAGE_MODEL = Task("perplexity", False, _perplexity)
 BYTE_LANGUAGE_MODEL = Task("bits_per_byte", False, _bits_per_byte, ("bytes_B",))
-BINARY = Task("auc", True, _binary, ("logits", "labels_B"), prediction="logits")
-MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"), prediction="logits")
+BINARY = Task("auc", True, _binary, ("logits", "labels_B"), floor=mean_of("logits"))
+MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"), floor=mean_of("logits"))
 RANKING = Task("mrr", True, _ranking, ("ranks_B2",))
 REGRESSION = Task("mse", False, lambda outputs: {"mse": _mean_loss(outputs)})

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.parallel import DataParallel
-from dphybrid.recipes import ModelConfig, ModelContext, Task
+from dphybrid.recipes import ModelConfig, ModelContext, Task, mean_of
 
 
 class Options(ModelConfig):
@@ -61,7 +61,11 @@ def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 
 TASK = Task(
-    "mae", higher_is_better=False, compute=compute, reads=("predicted", "rating_B"), prediction="predicted"
+    "mae",
+    higher_is_better=False,
+    compute=compute,
+    reads=("predicted", "rating_B"),
+    floor=mean_of("predicted"),
 )
 """The metric that decides which checkpoint is the best, and the outputs and batch entries that `compute`
-reads. prediction: the output whose mean, a constant prediction, the model is compared with."""
+reads. floor: a constant prediction, with which the model is compared."""

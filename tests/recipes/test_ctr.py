@@ -28,6 +28,7 @@ from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.pages import MetricsPage
 from dphybrid.serving.load import load_model
 from dphybrid.training.label_tasks import label_task
+from dphybrid.training.metrics import floor_metrics
 from dphybrid.util.roc import area_under_roc, roc_curve
 from tests.commands import run_with
 
@@ -230,35 +231,31 @@ def table() -> pl.DataFrame:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("label", ["clicked", "kind", "score"])
-def test_the_floor_is_the_best_constant_of_the_training_rows(
-    label: str, weighted: bool, tmp_path: Path
-) -> None:
+def test_the_floor_is_the_best_constant(label: str, weighted: bool, tmp_path: Path) -> None:
     frame = table()
     thirds = np.array(["low", "middle", "high"])[np.digitize(frame["price"], [-0.5, 0.5])]
-    frame = frame.with_columns(kind=pl.Series(thirds), w=pl.int_range(ROWS) % 3)
+    frame = frame.with_columns(kind=pl.Series(thirds), w=pl.int_range(ROWS) % 3 + 1)
     ignore = [name for name in ("clicked", "kind", "score") if name != label]
     frame.drop(ignore).write_csv(file := tmp_path / "table.csv")
     values = {"path": str(file), "label": label} | ({"weight": "w"} if weighted else {})
     config = build_config({"recipe": "ctr", "data": values})
     data = find_recipe("ctr").prepare(config.data, tmp_path / "prepared", 0)
-    outputs = find_recipe("ctr").floor(data)
-    assert outputs is not None
-    task = label_task(data.info)
-    rows = pl.DataFrame({"y": frame[label], "w": frame["w"] if weighted else np.ones(ROWS)})
-    rows = rows.filter(pl.col("w") > 0)  # rows without weight are left out
-    train, valid = (rows[data.arrays[f"{part}_rows"]] for part in ("train", "valid"))
-    found = task.compute(outputs)
+    task, places_B = label_task(data.info), data.arrays["valid_rows"]
+    batch = data.dataset("valid").fetch(np.arange(len(places_B)))
+    logits = torch.zeros(len(places_B), *(3,) * (label == "kind"))
+    weights_B = batch.get("weights_B", torch.ones(len(places_B)))
+    outputs = {"labels_B": batch["labels_B"], "logits": logits, "weight": weights_B, "loss": weights_B}
+    found, labels_B, weights_B = floor_metrics(task, outputs), frame[label][places_B], weights_B.numpy()
     if label == "score":
-        mean = np.average(train["y"], weights=train["w"])
-        expected = np.sqrt(np.average((valid["y"] - mean) ** 2, weights=valid["w"]))
+        mean = np.average(labels_B, weights=weights_B)
+        expected = np.sqrt(np.average((labels_B - mean) ** 2, weights=weights_B))
         assert found["rmse"] == pytest.approx(expected, rel=1e-4)
+        assert found["r2"] == pytest.approx(0, abs=1e-6)
         return
-    classes = list(data.info["label"]["classes"])
-    shares = [float(train.filter(pl.col("y").cast(pl.String) == name)["w"].sum()) for name in classes]
-    shares_C = np.array(shares) / train["w"].sum()
-    predicted = np.tile(shares_C, (len(valid), 1))
-    names = valid["y"].cast(pl.String).to_list()
-    expected = log_loss(names, predicted, sample_weight=valid["w"], labels=classes)
+    names, classes = labels_B.cast(pl.String).to_numpy(), list(data.info["label"]["classes"])
+    shares_C = np.array([weights_B[names == name].sum() for name in classes]) / weights_B.sum()
+    predicted = np.tile(shares_C, (len(names), 1))
+    expected = log_loss(names, predicted, sample_weight=weights_B, labels=classes)
     assert found["log_loss"] == pytest.approx(expected, rel=1e-4)
 
 

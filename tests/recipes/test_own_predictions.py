@@ -12,7 +12,7 @@ from torch import Tensor
 import dphybrid
 from dphybrid.recipes import Recipe, Task
 from dphybrid.run.pages import MetricsPage
-from dphybrid.training.metrics import constant_prediction
+from dphybrid.training.metrics import floor_metrics, mean_of
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -134,11 +134,12 @@ def test_a_metric_of_losses_has_no_constant_to_stand_beside() -> None:
         return {"mse": float(outputs["loss"].mean()), "largest": float(outputs["said"].max())}
 
     outputs = {"loss": torch.ones(3), "weight": torch.ones(3), "said": torch.tensor([1.0, 2.0, 6.0])}
-    by_loss = Task("mse", False, compute, ("said",), prediction="said")
-    assert constant_prediction(outputs, by_loss) == {}
-    by_output = Task("largest", True, compute, ("said",), prediction="said")
-    assert constant_prediction(outputs, by_output) == {"constant prediction": {"largest": 3.0}}
-    assert constant_prediction(outputs, Task("largest", True, compute, ("said",))) == {}
+    for metric, floor, wanted in (
+        ("mse", mean_of("said"), {}),
+        ("largest", mean_of("said"), {"largest": 3.0}),
+        ("largest", None, {}),
+    ):
+        assert floor_metrics(Task(metric, True, compute, ("said",), floor=floor), outputs) == wanted
 
 
 def test_vocabularies_that_are_none_are_told() -> None:

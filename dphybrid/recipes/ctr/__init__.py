@@ -108,7 +108,6 @@ class Ctr(Recipe):
     source = imported("dphybrid.data.table.source:open_source")
     build = imported("dphybrid.recipes.ctr.model:build_ctr")
     task = imported("dphybrid.training.label_tasks:label_task")
-    floor = imported("dphybrid.recipes.ctr.floor:floor")
 
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
