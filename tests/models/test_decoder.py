@@ -18,8 +18,8 @@ SOURCE = (
 )
 SMALL = [
     *("--recipe", "text", "--model.kind", "decoder", "--model.dim", "16", "--model.hidden", "16"),
-    *("--model.layers", "1", "--model.heads", "2", "--data.vocabulary", "300", "--data.window", "16"),
-    *("--train.epochs", "1"),
+    *("--model.layers", "1", "--model.heads", "2", "--data.window", "16", "--train.epochs", "1"),
+    *("--data.tokens", "bpe", "--data.vocabulary", "300"),
 ]
 
 

@@ -17,21 +17,21 @@ class TextDataConfig(TextFiles):
     """The text, and how it is split into tokens."""
 
     used_with: ClassVar[Mapping[str, str]] = {
-        "vocabulary": "data.tokens=auto,bpe",
-        "min_count": "data.tokens=auto,words",
+        "vocabulary": "data.tokens=bpe",
+        "min_count": "data.tokens=words",
     }
 
     path: str | None = None
     """Your text: a file, or a folder of .txt, .md, .rst or of source code, in which files or folders named
     train, valid and test, such as wiki.train.tokens, are these parts. Empty: the language reference that
     comes with Python."""
-    tokens: Literal["auto", "words", "bpe"] = "auto"
-    """words: in lower case, with rare ones as `<unk>`; bpe: byte pairs, learned from the training split;
-    auto: bpe for source code, else words."""
+    tokens: Literal["words", "bpe"] = "words"
+    """words: in lower case, with rare ones as `<unk>`; bpe: byte pairs, learned from the training split, for
+    source code and any other text."""
     vocabulary: int = Field(default=4096, ge=300, le=2**20)
     """Number of byte pairs."""
     min_count: int = Field(default=2, ge=1)
-    """Words that occur fewer times than this in the training split become `<unk>`; bpe needs none."""
+    """Words that occur fewer times than this in the training split become `<unk>`."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)

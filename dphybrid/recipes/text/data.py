@@ -27,7 +27,8 @@ from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import given_path, no_such_file
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".tokens", ".raw")
-_CODE_SUFFIXES = (
+_SUFFIXES = (
+    *_TEXT_SUFFIXES,
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".js"),
     *(".ts", ".rb", ".php", ".sh", ".sql", ".r", ".jl", ".swift", ".lua", ".pl", ".cs", ".hs"),
 )
@@ -92,7 +93,6 @@ class _TextSource(Source):
         root: The file or folder; None: the reference.
         parts: The files of each part; without files for "valid", documents of "train" are held out.
         num_left_out: Text files whose names say no part, where others' do.
-        pairs: Whether tokens are byte pairs.
     """
 
     data: TextDataConfig
@@ -100,7 +100,6 @@ class _TextSource(Source):
     root: Path | None
     parts: Mapping[str, tuple[Path, ...]]
     num_left_out: int
-    pairs: bool
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -108,10 +107,8 @@ class _TextSource(Source):
 
     @property
     def options(self) -> dict[str, object]:
-        # What does not count for these tokens must not make a new folder.
-        unused = {"path", "test_path", "tokens", "min_count" if self.pairs else "vocabulary"}
         names = {part: [self._name(file) for file in files] for part, files in self.parts.items()}
-        return self.data.model_dump(mode="json", exclude=unused) | {"parts": names, "pairs": self.pairs}
+        return self.data.model_dump(mode="json", exclude={"path", "test_path"}) | {"parts": names}
 
     def _name(self, file: Path) -> str:
         """Return the path below the folder, not the folder's own: a moved folder is the same data."""
@@ -165,7 +162,7 @@ class _TextSource(Source):
         training = [text for _, text in parts["train"]]
         progress("number tokens", 0, 1)
         known: Tokens = (
-            BytePairs.of(training, d.vocabulary) if self.pairs else Words.of(training, d.min_count)
+            BytePairs.of(training, d.vocabulary) if d.tokens == "bpe" else Words.of(training, d.min_count)
         )
         lines = [f"  text from {where}: {counted(sum(map(len, parts.values())), 'document')}, {known.note}"]
         if self.num_left_out or "valid" in self.parts:
@@ -281,14 +278,13 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     of_test: dict[str, tuple[Path, ...]] = {"test": (test,)} if test else {}
     if data.path is None:
         data.check_unset("valid_fraction", "the language reference has validation topics of its own")
-        return _TextSource(data, seed, None, {"train": ()} | of_test, 0, _by_pairs(data, False))
+        return _TextSource(data, seed, None, {"train": ()} | of_test, 0)
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise no_such_file(data.path, "data.path")
     files = _text_files(root) if root.is_dir() else (root,)
     parts = _parts_of(files, root) if root.is_dir() else {"train": files}
-    sizes = [given_path(str(file), "data.path").stat().st_size for file in files]
-    if not sum(sizes):
+    if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
     if test and ("test" in parts or test.resolve() in (file.resolve() for file in files)):
         raise UserError(
@@ -296,11 +292,7 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         )
     if "valid" in parts:
         data.check_unset("valid_fraction", f"{parts['valid'][0].name} is the validation split")
-    code = sum(size for file, size in zip(files, sizes, strict=True) if _ends_in(file, _CODE_SUFFIXES))
-    num_left_out = len(files) - sum(map(len, parts.values()))
-    return _TextSource(
-        data, seed, root, parts | of_test, num_left_out, _by_pairs(data, 2 * code > sum(sizes))
-    )
+    return _TextSource(data, seed, root, parts | of_test, len(files) - sum(map(len, parts.values())))
 
 
 def _text_files(folder: Path) -> tuple[Path, ...]:
@@ -310,22 +302,10 @@ def _text_files(folder: Path) -> tuple[Path, ...]:
     files = tuple(
         folder / file
         for file in below
-        if _ends_in(file, _TEXT_SUFFIXES + _CODE_SUFFIXES)
+        if file.name.lower().endswith(tuple(suffix + packed for suffix in _SUFFIXES for packed in PACKED))
         and not any(part in _NO_SOURCES or part.startswith(".") for part in file.parts[:-1])
     )
     if not files:
         endings = ", ".join(_TEXT_SUFFIXES)
         raise UserError(f"data.path={folder}: holds neither text ({endings}) nor source code; give some")
     return files
-
-
-def _by_pairs(data: TextDataConfig, is_code: bool) -> bool:
-    """Return whether tokens are byte pairs. Raises UserError for a value that such tokens do not use."""
-    pairs = data.tokens == "bpe" or (data.tokens == "auto" and is_code)
-    idle, why = ("min_count", "tokens are byte pairs") if pairs else ("vocabulary", "tokens are words")
-    data.check_unset(idle, f"{why}, see data.tokens")
-    return pairs
-
-
-def _ends_in(file: Path, suffixes: Sequence[str]) -> bool:
-    return file.name.lower().endswith(tuple(suffix + packed for suffix in suffixes for packed in PACKED))
