@@ -90,13 +90,8 @@ def plain_text(experiment: Experiment) -> Way:
     network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True, dropout=between)
     blocks = nn.ModuleDict({"network": network, "output": nn.Linear(o.hidden, num_words)})
     # The recipe's start weights, so that the losses of all ways can be compared.
-    start = model.region.module.state_dict()
-    blocks.load_state_dict(
-        {
-            name.replace("network.network", "network").replace("output.layer", "output"): value
-            for name, value in start.items()
-        }
-    )
+    start = model.region.module.state_dict()  # in the same order, with other names
+    blocks.load_state_dict(dict(zip(blocks.state_dict(), start.values(), strict=True)))
 
     def losses(batch: Batch) -> Mapping[str, Tensor]:
         hidden_BTH, _ = network(F.dropout(words(batch["ids_BT"]), o.dropout))

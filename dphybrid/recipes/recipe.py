@@ -14,7 +14,6 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import (
-    CheckpointConfig,
     DataConfig,
     ExperimentConfig,
     ModelConfig,
@@ -82,7 +81,7 @@ class Recipe:
         name: Names runs, prepared folders and registered models.
         summary: One sentence for help and forms.
         data, model: The recipe's own config sections, pydantic classes with a default for every field.
-        table, train, checkpoint: This recipe's defaults in these common sections, where they differ.
+        table, train: This recipe's defaults in these common sections, where they differ.
         batches: About how many batches an epoch has where train.batch_size is 0, and the largest batch size.
         tabular: Its samples are rows of a table read by `dphybrid.data.table`. It has a schema file, its data
             may grow by new files (retraining), and it scores the rows of new files (predict).
@@ -99,7 +98,6 @@ class Recipe:
     table: Mapping[str, object] = {}
     train: Mapping[str, object] = {}
     batches: tuple[int, int] = (32, 512)
-    checkpoint: Mapping[str, object] = {}
     tabular: bool = False
     sample: str = "row"
     one_process: bool = False
@@ -303,7 +301,6 @@ class Recipe:
             "model": self.model,
             "table": _with_defaults(TableConfig, self.table),
             "train": _with_defaults(TrainConfig, self.train),
-            "checkpoint": _with_defaults(CheckpointConfig, self.checkpoint),
         }
         # Every section gets a default, so that `{"recipe": NAME}` alone is a whole config.
         fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}

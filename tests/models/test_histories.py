@@ -35,7 +35,7 @@ BOTH = [("bag", "full"), ("transformer", "sampled"), ("transformer", "full")]
 
 def small(folder: Path, **values: object) -> Prepared:
     write_rows(folder / "rows.csv")
-    given = {"cutoffs": "3,8", "time": "day"} | values
+    given = {"cutoffs": (3, 8), "time": "day"} | values
     data = RetrievalDataConfig(path=str(folder / "rows.csv"), **given)  # type: ignore[arg-type]
     return prepare("retrieval", data, folder / "prepared", 0)
 

@@ -39,7 +39,7 @@ def write_rows(file: Path, num_rows: int = 400, num_users: int = 30, num_items: 
 
 def small(folder: Path, **values: object) -> Prepared:
     write_rows(folder / "rows.csv")
-    data = RetrievalDataConfig(path=str(folder / "rows.csv"), **{"cutoffs": "3,8"} | values)  # type: ignore[arg-type]
+    data = RetrievalDataConfig(path=str(folder / "rows.csv"), **{"cutoffs": (3, 8)} | values)  # type: ignore[arg-type]
     return prepare("retrieval", data, folder / "prepared", 0)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import RowFiles
@@ -13,12 +13,6 @@ from dphybrid.recipes.recipe import Recipe, imported, with_chosen
 
 if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
-
-# Flags and overrides are texts such as "10,50".
-_Numbers = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=1000)], ...],
-    BeforeValidator(lambda v: [part for part in v.split(",") if part.strip()] if isinstance(v, str) else v),
-]
 
 FULL_ITEMS = 100_000
 """With at most this many items model.softmax=auto compares with all of them."""
@@ -52,10 +46,9 @@ class RetrievalDataConfig(RowFiles):
     end, with the histories of all other rows."""
     exclude_seen: bool = True
     """Leave out the items that a user has met, in evaluation and in recommendations."""
-    negatives: int = Field(default=0, ge=0, le=2**20)
-    """Items drawn by frequency that compete in addition to those of the batch, with model.softmax=sampled; 0:
-    2,048."""
-    cutoffs: _Numbers = (10, 50)
+    negatives: int = Field(default=2048, ge=1, le=2**20)
+    """Items drawn by frequency that compete in addition to those of the batch, with model.softmax=sampled."""
+    cutoffs: tuple[Annotated[int, Field(ge=1, le=1000)], ...] = (10, 50)
     """Lengths k of the lists for recall@k and NDCG@k, separated by commas; NDCG at the first one decides."""
 
     @model_validator(mode="after")

@@ -36,8 +36,6 @@ from dphybrid.training.optimizers import make_dense_optimizer
 
 NETWORK_DECAY = 0.1
 """Weight decay of a network's matrices as a share of train.weight_decay."""
-DRAWN = 2048
-"""Where data.negatives is 0: how many items are drawn for a batch, if the softmax is over a sample."""
 
 
 def longest_of(options: RetrievalModelConfig) -> int:
@@ -78,7 +76,7 @@ def training_histories(rows: Dataset, info: Mapping[str, Any], options: Retrieva
     bag that are dropped, and the candidates of a softmax outside of the region. rows: the prepared pairs."""
     arrays: Mapping[str, Array] = rows.arrays  # type: ignore[attr-defined]
     num_items = len(arrays["log_q_V"])
-    sampled, num_drawn = options.is_sampled(num_items), int(info["negatives"]) or DRAWN
+    sampled, num_drawn = options.is_sampled(num_items), int(info["negatives"])
     longest, share = longest_of(options), options.dropped
     drops = not NETWORKS[options.kind].next_item
 

@@ -219,10 +219,6 @@ class Recommender:
         """Return lines for the console: how many users got recommendations, and how many of them are
         unknown."""
         lines = [f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}"]
-        if self._data.exclude_seen:
-            lines.append(
-                "Hidden: the items that a user has in the training or the validation split, or in the file"
-            )
         if done.unknown:
             users = counted(done.unknown, "user")
             lines.append(f"Without a known item: {users}, given the most popular items without a score")

@@ -26,8 +26,7 @@ class Lstm(nn.Module):
     over devices gives the same result.
 
     One module per layer with dropout between them, not one nn.LSTM of several layers: there, cuDNN would draw
-    the dropout from its own random state, which no checkpoint holds. State dicts have the names of an nn.LSTM
-    of several layers, and without dropout the results equal its results.
+    the dropout from its own random state, which no checkpoint holds. Without dropout the results equal.
     """
 
     def __init__(self, dim: int, hidden: int, layers: int, dropout: float) -> None:
@@ -35,8 +34,6 @@ class Lstm(nn.Module):
         widths = [dim] + [hidden] * (layers - 1)
         self.network = nn.ModuleList(nn.LSTM(width, hidden, batch_first=True) for width in widths)
         self.dropout = nn.Dropout(dropout)
-        self.register_state_dict_post_hook(_with_layered_names)
-        self.register_load_state_dict_pre_hook(_with_own_names)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = rows_BTD
@@ -48,22 +45,6 @@ class Lstm(nn.Module):
                 layer.flatten_parameters()
             hidden_BTH, _ = layer(hidden_BTH)
         return hidden_BTH
-
-
-def _with_layered_names(_module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
-    """`network.1.bias_hh_l0` -> `network.bias_hh_l1`, in place and in order."""
-    start = f"{prefix}network."
-    for key in [key for key in state if key.startswith(start)]:
-        layer, _, name = key.removeprefix(start).partition(".")
-        state[f"{start}{name.removesuffix('_l0')}_l{layer}"] = state.pop(key)
-
-
-def _with_own_names(_module: nn.Module, state: dict[str, object], prefix: str, *_rest: object) -> None:
-    """`network.bias_hh_l1` -> `network.1.bias_hh_l0`: the reverse of `_with_layered_names`."""
-    start = f"{prefix}network."
-    for key in [key for key in state if key.startswith(start)]:
-        name, _, layer = key.removeprefix(start).rpartition("_l")
-        state[f"{start}{layer}.{name}_l0"] = state.pop(key)
 
 
 class _Softmax(nn.Module):
