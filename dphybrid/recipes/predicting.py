@@ -35,14 +35,9 @@ class RowsPredictor:
     def __init__(
         self, recipe: str, predict: Callable[..., object], checkpoint: Path, model: nn.Module, batch_size: int
     ) -> None:
-        self._recipe, self._predict = recipe, predict
-        self.checkpoint, self.batch_size = checkpoint, batch_size
+        self._recipe, self._predict, self.batch_size = recipe, predict, batch_size
         self.vocabularies = read_vocabularies(checkpoint)
         self._model = model.eval()
-
-    def __repr__(self) -> str:
-        where = f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}"
-        return f"<Predictor of recipe {self._recipe}, {where}>"
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return the recipe's predictions, computed for `batch_size` rows at a time. rows: a frame (polars,

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.config.settings import load_settings
-from dphybrid.data import batches
 from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.comparison import notes_on
 from dphybrid.recipes import ModelContext, find_recipe
-from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DCN, DLRM, SideBySide, Sizes
 from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.recipes.text.model import IGNORED
-from dphybrid.run.job import run_job
 from tests.commands import run_with
-from tests.preparing import prepare
 
 INFO = {"ctr": {"num_ids": [5, 7, 4], "num_dense": 2}, "text": {"num_words": 60}}
 CONFIGS = {recipe: find_recipe(recipe).model for recipe in ("ctr", "text", "kge")}
@@ -105,13 +100,6 @@ def test_dlrms_gradients_are_those_of_finite_differences(columns: int, num_dense
     assert torch.autograd.gradcheck(network, (rows_BFD, dense_BN))
     assert torch.autograd.gradgradcheck(network, (rows_BFD, dense_BN))
 
-    def alone(rows_FD: Tensor, dense_N: Tensor) -> Tensor:
-        return network(rows_FD[None], dense_N[None]).sum()
-
-    (wanted,) = torch.autograd.grad(network(rows_BFD, dense_BN).sum(), rows_BFD)
-    found = torch.func.vmap(torch.func.grad(alone))(rows_BFD.detach(), dense_BN)
-    torch.testing.assert_close(found, wanted)
-
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_cross_layer_multiplies_the_input_with_a_map_of_itself(rank: int) -> None:
@@ -174,65 +162,6 @@ def test_clicks_are_learnt(kind: str, unrecorded: None, tmp_path: Path) -> None:
     values += [f"model.kind={kind}", "model.dim=4", "model.hidden=16"]
     report = run_with(*values, "train.epochs=8", "train.lr=0.01", "table.lr=0.02")
     assert report.metrics["auc"] > 0.98
-
-
-class PlainLanguageModel(nn.Module):
-    """The text recipe's network in plain torch, on one device."""
-
-    def __init__(self, num_words: int, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(num_words, dim)
-        self.network = nn.LSTM(dim, hidden, batch_first=True)
-        self.output = nn.Linear(hidden, num_words)
-
-    def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        logits_BTV = self.output(self.network(self.words(ids_BT))[0])
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
-
-
-def test_text_reaches_the_perplexity_of_plain_torch(unrecorded: None, tmp_path: Path) -> None:
-    """Same seed and order of batches: torch's embedding, SGD and Adam on one device beside a host table on
-    three devices."""
-    draw = torch.Generator().manual_seed(0)
-    text = "\n\n".join(
-        " ".join(f"w{int(w)}" for w in torch.randint(12, (200,), generator=draw).cumsum(0) % 40)
-        for _ in range(30)
-    )
-    (tmp_path / "words.txt").write_text(text)
-    values = [f"data.path={tmp_path / 'words.txt'}", "data.window=20", "devices=cpu*3"]
-    values += ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0", "table.optimizer=sgd"]
-    values += ["table.lr=0.5", "train.epochs=6", "train.schedule=constant", "train.clip_norm=0"]
-    config = load_config(None, [*values, "train.lr=0.03", "train.patience=0"])
-    settings = load_settings()
-    data = prepare("text", config.data, settings.prepared_dir, config.train.seed)
-    context = ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed)
-    start = find_recipe("text").new_model(context)
-    plain = PlainLanguageModel(data.info["num_words"], 8, 16)
-    with torch.no_grad():
-        plain.words.weight.copy_(start.words.weight)  # type: ignore[union-attr, arg-type]
-    for part, there in (("network", plain.network), ("output", plain.output)):
-        own = {name.rpartition(".")[2]: value for name, value in start.state_dict().items() if part in name}
-        there.load_state_dict({name: own[name] for name in there.state_dict()})
-    dense = torch.optim.Adam([*plain.network.parameters(), *plain.output.parameters()], lr=0.03)
-    rows = torch.optim.SGD(plain.words.parameters(), lr=0.5)
-    for epoch in range(6):
-        size = config.train.batch_size
-        for batch in batches(data.dataset("train"), size, seed=0, epoch=epoch, shuffle=True):
-            for optimizer in (dense, rows):
-                optimizer.zero_grad()
-            plain(batch["ids_BT"], batch["targets_BT"]).backward()
-            for optimizer in (dense, rows):
-                optimizer.step()
-    report = run_job(config, settings)
-    with torch.no_grad():
-        terms = [
-            (plain(b["ids_BT"], b["targets_BT"]) * (count := (b["targets_BT"] != IGNORED).sum()), count)
-            for b in batches(data.dataset("valid"), 16, seed=0, epoch=0, shuffle=False)
-        ]
-    loss = sum(float(one) for one, _ in terms) / sum(int(count) for _, count in terms)
-    assert report.metrics["loss"] == pytest.approx(loss, abs=1e-3)
-    assert loss < 3.2  # 3.69 knows nothing
-    assert report.metrics["perplexity"] == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-3)
 
 
 def test_a_layer_of_inputs_side_by_side_is_that_of_their_cat() -> None:

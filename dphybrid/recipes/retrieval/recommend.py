@@ -71,34 +71,26 @@ class Recommender:
                 "dphybrid.load_model gives the module"
             )
         assert isinstance(config.data, RetrievalDataConfig)
-        self.checkpoint, self.batch_size = checkpoint, batch_size
-        self._recipe, self._data, self._model = config.recipe, config.data, model.eval()
+        d, self.batch_size = config.data, batch_size
+        self._recipe, self._data, self._model = config.recipe, d, model.eval()
         with misread(checkpoint / "encoder"):
-            self._read()
-
-    def _read(self) -> None:
-        """Read the names of users and items from the checkpoint."""
-        users, items = (
-            pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
-            for name in ("users", "items")
-        )
-        d, forms = self._data, read_state(self.checkpoint).info["forms"]
-        self._forms = {name: Form(**forms[name]) for name in (d.user, d.item, d.time) if name is not None}
-        self.items = items["name"]
-        """Names of the items in the order of their numbers, the most popular first."""
-        self._users = users["name"]
+            users, items = (
+                pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet", glob=False)
+                for name in ("users", "items")
+            )
+            forms = read_state(checkpoint).info["forms"]
+            self._forms = {name: Form(**forms[name]) for name in (d.user, d.item, d.time) if name is not None}
+            self._users, history = users["name"], users["history"].cast(_ITEMS)
+            self.items = items["name"]
+            """Names of the items in the order of their numbers, the most popular first."""
+            if not history.explode().drop_nulls().is_between(0, len(items) - 1).all():
+                raise ValueError("column history of users.parquet has items that items.parquet lacks")
+            if len(items) != model.inputs.num_rows - 1:
+                raise ValueError(f"items.parquet has {len(items)} items, others than the model")
         self._numbers = {name: number for number, name in enumerate(self._users)}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
         # The last list is that of all users whom training does not know.
-        self._history = pl.concat([users["history"].cast(_ITEMS), pl.Series([[]], dtype=_ITEMS)])
-        if not self._history.explode().drop_nulls().is_between(0, len(items) - 1).all():
-            raise ValueError("column history of users.parquet has items that items.parquet lacks")
-
-    def __repr__(self) -> str:
-        return (
-            f"<Recommender of {len(self.items):,} items to {len(self._users):,} users, "
-            f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}>"
-        )
+        self._history = pl.concat([history, pl.Series([[]], dtype=_ITEMS)])
 
     def recommend(self, users: Any = None, k: int = 10, *, history: Any = None) -> pl.DataFrame:
         """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
