@@ -178,7 +178,7 @@ _IDLE = {
     "model.dropped=0.5": ("recipe=retrieval", "model.kind=transformer", "model.kind=bag"),
     "model.dropout=0.5": ("recipe=retrieval", "model.kind=bag", "model.kind=transformer"),
     "data.negatives=50": ("recipe=retrieval", "model.softmax=full", "model.softmax=sampled"),
-    "model.cross_rank=4": ("recipe=ctr", "model.kind=mlp", "model.kind=dcn"),
+    "model.cross_layers=4": ("recipe=ctr", "model.kind=mlp", "model.kind=dcn"),
     "data.valid_fraction=0.3": ("recipe=ctr", "data.valid_path=held.csv", "data.valid_path="),
     "model.memory=1000": ("recipe=text", "model.kind=lstm", "model.kind=decoder"),
     "data.vocabulary=500": ("recipe=text", "data.tokens=words", "data.tokens=bpe"),

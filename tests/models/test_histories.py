@@ -20,7 +20,6 @@ from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel
-from dphybrid.recipes.retrieval.networks import NETWORKS
 from dphybrid.run.pages import ResultPage
 from tests.commands import run_with
 from tests.models.test_retrieval import write_rows
@@ -132,9 +131,13 @@ def test_a_next_item_is_the_target_and_no_later_one_is_seen(kind: str, tmp_path:
     wanted = [items[-5:] if kind == "bag" else items[-6:][1:] for items in lists]
     assert sorted(targets for _, targets in found) == sorted(wanted)
     assert all(length == len(targets) for length, targets in found)
+    model = model_for(data, o).eval()
+    long_B7, lengths_B = torch.arange(14).view(2, 7), torch.tensor([5, 5])
+    latest_BE = model.vectors(long_B7[:, 2:], lengths_B)
+    torch.testing.assert_close(model.vectors(long_B7, lengths_B + 2), latest_BE)
     if kind == "bag":
         return
-    network, lengths_B = model_for(data, o).region.module.network.eval(), torch.tensor([5, 5])
+    network = model.region.module.network
     rows_BLD = torch.randn(2, 5, 4, dtype=torch.float64)
     changed = rows_BLD.clone()
     changed[:, 3:] += 1
@@ -378,35 +381,8 @@ def test_every_kind_learns_the_order_of_a_cycle(unrecorded: None) -> None:
     assert found["bag"] < 0.5
 
 
-class _Last(torch.nn.Module):
-    """The user is the last item."""
-
-    longest, next_item = 7, True
-
-    def __init__(self, options: RetrievalModelConfig, longest: int) -> None:
-        super().__init__()
-        self.leave = torch.nn.Linear(options.dim, options.dim)
-
-    def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
-        return self.leave(rows_BLD)
-
-
 @pytest.mark.parametrize(("kind", "by"), [("bag", "loss"), ("transformer", "")])
 def test_ranks_choose_the_epoch_of_a_network_of_next_items(kind: str, by: str) -> None:
     config = build_config({"recipe": "retrieval", "model": {"kind": kind}})
     task = find_recipe("retrieval").task_of(config, {"cutoffs": [10, 50]})
     assert (task.metric, task.higher_is_better, task.chosen_by) == ("ndcg_at_10", True, by)
-
-
-def test_a_new_network_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NETWORKS, "last", _Last)
-    data = small(tmp_path)
-    o = options("transformer").model_copy(update={"kind": "last"})
-    model = model_for(data, o, "cpu*2")
-    (batch, *_) = training(data, o)
-    assert batch["history_BL"].shape[1] == 7
-    model(batch)["loss"].sum().backward()
-    history_BL, lengths_B = batch["history_BL"][:, :4], torch.full((len(batch["lengths_B"]),), 4)
-    one = model.vectors(history_BL, lengths_B)
-    alone = model.vectors(history_BL[:, 3:], lengths_B - 3)
-    torch.testing.assert_close(one, alone)

@@ -47,10 +47,7 @@ class CtrModelConfig(ModelConfig):
     """The network and its sizes."""
 
     of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown"})
-    used_with: ClassVar[Mapping[str, str]] = {
-        "cross_layers": "model.kind=dcn",
-        "cross_rank": "model.kind=dcn",
-    }
+    used_with: ClassVar[Mapping[str, str]] = {"cross_layers": "model.kind=dcn"}
 
     kind: Literal["mlp", "dlrm", "dcn"] = "mlp"
     """Network: a plain one of hidden layers, DLRM or DCN-v2."""
@@ -62,8 +59,6 @@ class CtrModelConfig(ModelConfig):
     """Number of hidden layers."""
     cross_layers: int = Field(default=2, ge=1, le=16)
     """dcn: number of cross layers."""
-    cross_rank: int = Field(default=0, ge=0, le=65536)
-    """dcn: rank of a cross layer's matrix; 0: full, as wide as the input."""
     dropout: Annotated[float | Literal["auto"], BeforeValidator(_share)] = "auto"
     """Share of activations dropped while training. On several GPUs the masks differ from those on one. auto:
     0.1; in one pass over many rows 0."""

@@ -45,7 +45,6 @@ class Sizes:
     dropout: float
     outputs: int = 1
     cross_layers: int = 2
-    cross_rank: int = 0
 
     def network(self, inputs: int) -> nn.Sequential:
         """Return linear layers with ReLU and dropout between them. The first takes its inputs side by
@@ -112,17 +111,13 @@ class DLRM(nn.Module):
 
 class DCN(nn.Module):
     """(rows_BFD, dense_BN) -> logits. A cross layer maps x to x0 * (W x + b) + x, where x0 is the input (X
-    wide): products of one degree more than in x. W has `rank` dimensions (0: all of them), as a product of
-    two thin matrices."""
+    wide): products of one degree more than in x."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         inputs = s.num_columns * s.dim + s.num_dense
         self.deep = s.network(inputs)
-        self.cross = nn.ModuleList()
-        for _ in range(s.cross_layers):
-            thin = [nn.Linear(inputs, s.cross_rank, bias=False)] if s.cross_rank else []
-            self.cross.append(nn.Sequential(*thin, nn.Linear(s.cross_rank or inputs, inputs)))
+        self.cross = nn.ModuleList(nn.Linear(inputs, inputs) for _ in range(s.cross_layers))
         self.linear = nn.Linear(inputs, s.outputs, bias=False)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
@@ -208,7 +203,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     values = [column for column in range(num_dense) if column not in flags]
     task = label_task(context.info)
     widths = (len(num_ids), o.dim, len(values) * (1 + o.bin_width) + len(flags), o.hidden, o.layers)
-    sizes = Sizes(*widths, float(o.dropout), task.num_outputs, o.cross_layers, o.cross_rank)
+    sizes = Sizes(*widths, float(o.dropout), task.num_outputs, o.cross_layers)
     network = _NETWORKS[o.kind](sizes)
     if num_dense:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width, flags))

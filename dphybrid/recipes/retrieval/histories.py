@@ -1,11 +1,13 @@
 """Retrieval from histories: a user is the items met so far, so somebody who was not in training gets a list,
 too.
 
-The rows of these items come from a table in host memory, a network (`networks.py`) makes one vector of them,
-and the score of an item is the product of that vector with the item's output vector, plus its bias. A bag
-learns to give back all items of a history from a random part of them (Liang et al. 2018, "Variational
-Autoencoders for Collaborative Filtering", without the variational part); a transformer predicts each next
-item. Where the output vectors are depends on model.softmax:
+The rows of these items come from a table in host memory, a network makes one vector of them, and the score of
+an item is the product of that vector with the item's output vector, plus its bias. A bag learns to give back
+all items of a history from a random part of them (Liang et al. 2018, "Variational Autoencoders for
+Collaborative Filtering", without the variational part). A transformer predicts each next item (Kang and
+McAuley 2018, "Self-Attentive Sequential Recommendation").
+
+Where the output vectors are depends on model.softmax:
 
 - full: a dense layer in the region, with a softmax over all items;
 - sampled: a second table; the softmax is over candidates, which are the batch's items and drawn ones,
@@ -30,7 +32,6 @@ from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.retrieval import RetrievalModelConfig
-from dphybrid.recipes.retrieval.networks import NETWORKS
 from dphybrid.recipes.retrieval.ranking import rank_held
 from dphybrid.training.optimizers import make_dense_optimizer
 
@@ -38,9 +39,41 @@ NETWORK_DECAY = 0.1
 """Weight decay of a network's matrices as a share of train.weight_decay."""
 
 
+class _Bag(nn.Module):
+    """(rows_BLD, lengths_B) -> vectors_B1D: the sum of the items' rows, divided by the root of their number,
+    through tanh; zeros for an empty history. lengths_B: in training the number that the sum stands for."""
+
+    def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
+        scale_B11 = lengths_B.to(rows_BLD.dtype).clamp(min=1e-6).rsqrt()[:, None, None]
+        return torch.tanh(rows_BLD.sum(1, keepdim=True) * scale_B11)
+
+
+class _Transformer(nn.Module):
+    """(rows_BLD, lengths_B) -> vectors_BLD, one after each item, by causal attention and learned positions:
+    the padding at the end changes no item before it."""
+
+    def __init__(self, o: RetrievalModelConfig) -> None:
+        super().__init__()
+        self.positions_LD = nn.Parameter(torch.randn(longest_of(o), o.dim) * 0.02)
+        self.enter = nn.Dropout(o.dropout)
+        # No dropout of attention shares: torch draws it inside of its kernel, differently on each device.
+        layer = nn.TransformerEncoderLayer(o.dim, o.heads, 4 * o.dim, 0.0, batch_first=True, norm_first=True)
+        layer.dropout, layer.dropout1, layer.dropout2 = (nn.Dropout(o.dropout) for _ in range(3))
+        self.network = nn.TransformerEncoder(layer, o.layers, nn.LayerNorm(o.dim), enable_nested_tensor=False)
+
+    def forward(self, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
+        length, dim = rows_BLD.shape[1:]
+        # Rows start small; the factor brings them to the size of the positions (Vaswani et al. 2017, section
+        # 3.4).
+        hidden_BLD = self.enter(rows_BLD * dim**0.5 + self.positions_LD[:length])
+        mask_LL = torch.ones(length, length, dtype=torch.bool, device=rows_BLD.device).triu(1)
+        vectors_BLD: Tensor = self.network(hidden_BLD, mask=mask_LL)
+        return vectors_BLD
+
+
 def longest_of(options: RetrievalModelConfig) -> int:
     """Return how many of a user's latest items are read."""
-    return options.history or int(NETWORKS[options.kind].longest)
+    return options.history or (1000 if options.kind == "bag" else 200)
 
 
 def histories(items: Array, starts_B: Array, stops_B: Array, num_items: int) -> dict[str, Tensor]:
@@ -51,8 +84,8 @@ def histories(items: Array, starts_B: Array, stops_B: Array, num_items: int) -> 
 
 
 class _HistoryDataset(Dataset):
-    """Users with two items or more. A network of next items gets the next ones as targets, another one the
-    whole history as input and as targets. Targets are the items' numbers, padded with IGNORED."""
+    """Users with two items or more. A transformer gets the next items as targets, a bag the whole history as
+    input and as targets. Targets are the items' numbers, padded with IGNORED."""
 
     def __init__(self, arrays: Mapping[str, Array], options: RetrievalModelConfig) -> None:
         self.arrays, self.options, self.longest = arrays, options, longest_of(options)
@@ -65,25 +98,24 @@ class _HistoryDataset(Dataset):
         a, users_B = self.arrays, self.users[index_B]
         items, stops_B = a["history_items"], a["history_starts"][users_B + 1]
         # One item more than the longest history: the last one is a target only.
-        one = int(NETWORKS[self.options.kind].next_item)
+        one = int(self.options.kind == "transformer")
         starts_B = np.maximum(a["history_starts"][users_B], stops_B - self.longest - one)
         batch = histories(items, starts_B, stops_B - one, len(a["log_q_V"]))
         return batch | {"targets_BT": lists_of(items, starts_B + one, stops_B, IGNORED)}
 
 
 def training_histories(rows: Dataset, info: Mapping[str, Any], options: RetrievalModelConfig) -> Dataset:
-    """Return the training split for a kind of network, with what is drawn anew in each epoch: the items of a
+    """Return the training split for a network, with what is drawn anew in each epoch: the items of a
     bag that are dropped, and the candidates of a softmax outside of the region. rows: the prepared pairs."""
     arrays: Mapping[str, Array] = rows.arrays  # type: ignore[attr-defined]
     num_items = len(arrays["log_q_V"])
     sampled, num_drawn = options.is_sampled(num_items), int(info["negatives"])
     longest, share = longest_of(options), options.dropped
-    drops = not NETWORKS[options.kind].next_item
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         drawn = dict[str, Tensor]()
         lengths_B, history_BL = batch["lengths_B"], batch["history_BL"]
-        if drops:
+        if options.kind == "bag":
             kept_BL = torch.from_numpy(draws.uniform(longest, first=history_BL.shape[1]) >= share)
             num_B = (kept_BL & (torch.arange(kept_BL.shape[1]) < lengths_B[:, None])).sum(1)
             drawn["history_BL"] = history_BL.where(kept_BL, num_items)
@@ -244,11 +276,11 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
         output = nn.Linear(o.dim, num_items)
         nn.init.normal_(output.weight, std=0.05)
         nn.init.zeros_(output.bias)
-    longest = longest_of(o)
-    region = DataParallel(_Region(NETWORKS[o.kind](o, longest), output), context.devices)
+    network = _Bag() if o.kind == "bag" else _Transformer(o)
+    region = DataParallel(_Region(network, output), context.devices)
     # One row more, of zeros: the padding of histories.
     inputs = context.table(num_items + 1, o.dim, std=0.05, name="inputs", padding_idx=num_items)
-    return HistoryModel(inputs, items, region, max(context.info["cutoffs"]), longest)
+    return HistoryModel(inputs, items, region, max(context.info["cutoffs"]), longest_of(o))
 
 
 def optimizers(model: nn.Module, config: ExperimentConfig) -> Mapping[str, torch.optim.Optimizer]:

@@ -17,8 +17,10 @@ from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.text import TextModelConfig
-from dphybrid.recipes.text.continuing import continued
 from dphybrid.recipes.text.decoder import Decoder
+from dphybrid.recipes.text.tokens import read_tokens
+from dphybrid.training.checkpoint import read_state
+from dphybrid.util.errors import UserError
 
 
 class Lstm(nn.Module):
@@ -60,10 +62,6 @@ class _Softmax(nn.Module):
         hidden_XH, layer = hidden_BTH.flatten(0, 1), self.layer
         loss_X = linear_cross_entropy(hidden_XH, layer.weight, targets_BT.flatten(), layer.bias)
         return loss_X.view_as(targets_BT)
-
-    def log_probabilities(self, hidden_BH: Tensor) -> Tensor:
-        """Return log-probabilities (B, V)."""
-        return torch.log_softmax(self.layer(hidden_BH), -1)
 
 
 class _LanguageRegion(nn.Module):
@@ -109,17 +107,36 @@ class _TextModel(nn.Module):
         loss_B, weight_B = self.region(rows_BTD, batch["ids_BT"], batch["targets_BT"])
         return {"loss": loss_B, "weight": weight_B}
 
-    def next_token(self, tokens_BT: Tensor) -> Tensor:
-        """Return the log-probabilities (B, V) of the token after tokens_BT."""
-        module, home = self.region.module, self.region.devices.home
-        hidden_BTH = module.hidden(self.words(tokens_BT).to(home), tokens_BT.to(home))
-        return module.output.log_probabilities(hidden_BTH[:, -1])
-
+    @torch.inference_mode()
     def continued(
         self, checkpoint: Path, prompt: str, length: int, temperature: float, seed: int
     ) -> Iterator[str]:
-        """Yield the text that follows `prompt`, in pieces; see `continuing.continued`."""
-        return continued(checkpoint, self, prompt, length, temperature, seed)
+        """Yield the text that follows `prompt`, in pieces, of at most `length` tokens. Ends early where the
+        model ends a document. checkpoint: this model's. temperature: 0 for the likeliest token each time.
+        Raises UserError for a prompt without tokens."""
+        info, generator = read_state(checkpoint).info, torch.Generator().manual_seed(seed)
+        tokens = read_tokens(checkpoint, int(info["num_words"]))
+        ids = tokens.encode([prompt])[0]
+        if not ids:
+            raise UserError(f"--prompt {prompt!r}: has no words; give the beginning of a text")
+        module, home = self.region.module, self.region.devices.home
+        # The text of a token can depend on the one before: a character may be several tokens.
+        known = tokens.decode(ids)
+        for _ in range(length):
+            tokens_BT = torch.tensor([ids[-int(info["window"]) :]])
+            hidden_BTH = module.hidden(self.words(tokens_BT).to(home), tokens_BT.to(home))
+            scores_V = module.output.layer(hidden_BTH[0, -1]).float().cpu()
+            if temperature:
+                chosen = torch.multinomial((scores_V / temperature).softmax(0), 1, generator=generator)
+            else:
+                chosen = scores_V.argmax()
+            if int(chosen) == tokens.end:
+                return
+            ids.append(int(chosen))
+            text = tokens.decode(ids)
+            if not text.endswith("\ufffd"):  # the first bytes of a character
+                yield text[len(known) :]
+                known = text
 
 
 def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
