@@ -19,12 +19,11 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.ranking import recall_and_ndcg
-from dphybrid.run.pages import Report, ResultPage
+from dphybrid.run.pages import Report
 from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.preparing import prepare
 from tests.refusing import refused, refused_with
-from tests.training.stopping import stopped_and_resumed
 
 
 def write_rows(file: Path, num_rows: int = 400, num_users: int = 30, num_items: int = 25) -> None:
@@ -163,23 +162,6 @@ def test_it_finds_the_planted_groups(trained: tuple[Report, Path]) -> None:
     popular = re.fullmatch(r"most popular items ndcg_at_10 (0\.\d+) \(this run is 0\.\d+ better\)", beside)
     assert metrics["ndcg_at_10"] > 3 * float(popular[1])
     assert metrics["recall_at_50"] > 0.5
-
-
-def test_eight_devices_and_a_broken_run_come_to_the_same(
-    trained: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped in its second epoch and resumed: the same bits. Eight devices: equal but for rounding."""
-    assert stopped_and_resumed(*OPTIONS, at=50).metrics == trained[0].metrics
-    whole, broken = (dphybrid.load_model(name).state_dict() for name in ("sample", "broken"))
-    assert whole.keys() == broken.keys()
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    eight = [*OPTIONS, "train.epochs=1", "devices=cpu*8"]
-    report = run_with(*eight, run_name="eight")
-    assert {row.block for row in report.splits} == {"region", "outputs"}
-    runs = [trained[1] / "runs" / name for name in ("sample", "eight")]
-    first, other = (ResultPage.read(run / "result.json").history[0] for run in runs)
-    for name in ("train loss", "validation loss"):
-        assert other[name] == pytest.approx(first[name], rel=1e-4)
 
 
 def test_recommendations_are_the_best_items_that_a_user_has_not_met(
