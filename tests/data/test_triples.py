@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from dphybrid.data import Prepared, batches
+from dphybrid.recipes import find_recipe
 from dphybrid.recipes.kge import KgeDataConfig
 from tests.conftest import SHARED
 from tests.preparing import names_of, prepare
@@ -65,6 +66,20 @@ def test_parquet_files_and_names_such_as_na(tmp_path: Path) -> None:
     data = prepare("kge", config, tmp_path / "prepared", 0)
     assert names_of(data, "entities")[:5] == ["NA", "o0", "null", "o1", "x"]
     assert names_of(data, "relations") == ["is"]
+
+
+@pytest.mark.parametrize("recipe", ["kge", "retrieval"])
+def test_a_damaged_file_is_told(recipe: str, tmp_path: Path) -> None:
+    names = ["head", "relation", "tail"] if recipe == "kge" else ["user", "item"]
+    rows = pl.DataFrame({name: [f"{name} {i}" for i in range(5000)] for name in names})
+    file = tmp_path / "rows.parquet"
+    rows.write_parquet(file, compression="uncompressed", row_group_size=1000)
+    content = file.read_bytes()
+    middle = len(content) // 2  # behind the rows that tell the types, before the footer
+    file.write_bytes(content[:middle] + b"\xff" * 3000 + content[middle + 3000 :])
+    data = find_recipe(recipe).data.model_validate({"path": str(file)})
+    with refused("data.path=.*rows.parquet: cannot be read"):
+        prepare(recipe, data, tmp_path / "prepared", 0)
 
 
 def test_a_column_that_is_not_used_is_named(tmp_path: Path) -> None:
