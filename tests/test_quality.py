@@ -16,7 +16,7 @@ from examples import quality
 def test_models_see_the_same_rows(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(0)
     lines = ["size,kind,clicked"]
-    for _ in range(600):
+    for _ in range(300):
         size, kind = draw.random(), draw.choice(["a", "b", "c", "?"])
         clicked = (size > 0.5) == (kind == "a") if draw.random() < 0.9 else draw.random() < 0.5
         lines.append(f"{size:.3f},{kind},{int(clicked)}")
@@ -24,7 +24,7 @@ def test_models_see_the_same_rows(data_dir: Path, tmp_path: Path, capsys: pytest
     asked = ["--only", "tables", "--table", str(tmp_path / "clicks.csv"), "--label", "clicked"]
     found = quality.main([*asked, "--seeds", "1", "--out", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text()) == found
-    table, told = found["groups"]["table: 600 rows"], capsys.readouterr().out
+    table, told = found["groups"]["table: 300 rows"], capsys.readouterr().out
     assert table["metric"] == "AUC"
     assert table["runs"].keys() == quality.MODELS.keys()
     assert table["runs"]["HistGradientBoosting"][0]["value"] > 0.85

@@ -29,20 +29,6 @@ class HybridModelConfig(ModelConfig):
     """Width of an embedding row."""
 
 
-class BlocksModelConfig(ModelConfig):
-    """The sizes of the model."""
-
-    hidden: int = Field(default=20, ge=1, le=65536)
-    """Width of the middle layer."""
-
-
-class ConvnetModelConfig(ModelConfig):
-    """The sizes of the model."""
-
-    hidden: int = Field(default=64, ge=1, le=65536)
-    """Channels of the convolution."""
-
-
 class DigitsModelConfig(ModelConfig):
     """The sizes of the model."""
 
@@ -113,7 +99,6 @@ class Blocks(_Small):
 
     name = "blocks"
     summary = "The tutorial's three layers, of which only the middle one is data-parallel."
-    model = BlocksModelConfig
     train = {**_PLAIN, "epochs": 20, "batch_size": 30, "lr": 0.01, "log_every": 4}
     widths = (10, 20)
 
@@ -141,7 +126,6 @@ class Convnet(_Small):
 
     name = "convnet"
     summary = "The tutorial's convolution and linear layer, on noisy images."
-    model = ConvnetModelConfig
     train = {**_PLAIN, "epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "log_every": 4}
     num_rows = (512, 256)
 

@@ -44,11 +44,11 @@ class Blocks(nn.Module):
     """Three linear layers of which only the middle one is data-parallel; the outer two run on the first
     device."""
 
-    def __init__(self, inputs: int, width: int, outputs: int, devices: Devices) -> None:
+    def __init__(self, inputs: int, outputs: int, devices: Devices) -> None:
         super().__init__()
-        self.block1 = nn.Linear(inputs, width).to(devices.home)
-        self.block2 = DataParallel(nn.Linear(width, width), devices)
-        self.block3 = nn.Linear(width, outputs).to(devices.home)
+        self.block1 = nn.Linear(inputs, 20).to(devices.home)
+        self.block2 = DataParallel(nn.Linear(20, 20), devices)
+        self.block3 = nn.Linear(20, outputs).to(devices.home)
         self.home = devices.home
 
     def forward(self, x_BI: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def build_toy(context: ModelContext[Any]) -> Supervised:
 def build_blocks(context: ModelContext[Any]) -> Supervised:
     """Build Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
     inputs, outputs = _width(context, "x_BI"), _width(context, "y_BO")
-    return Supervised(Blocks(inputs, context.options.hidden, outputs, context.devices), "x_BI", context.dtype)
+    return Supervised(Blocks(inputs, outputs, context.devices), "x_BI", context.dtype)
 
 
 def build_hybrid(context: ModelContext[Any]) -> Supervised:
@@ -98,8 +98,7 @@ def build_hybrid(context: ModelContext[Any]) -> Supervised:
 
 def build_convnet(context: ModelContext[Any]) -> Supervised:
     """Build Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), with cross-entropy."""
-    hidden = context.options.hidden
-    convolution, last = nn.Conv2d(3, hidden, 3, padding=1), nn.Linear(hidden * 32 * 32, _CLASSES)
+    convolution, last = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64 * 32 * 32, _CLASSES)
     network = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), last)
     return Supervised(DataParallel(network, context.devices), "x_BCHW", context.dtype)
 
