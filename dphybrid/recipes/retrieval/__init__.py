@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -144,8 +145,10 @@ class Retrieval(Recipe):
     training_rows = imported("dphybrid.recipes.retrieval.histories:training_histories")
     optimizers = imported("dphybrid.recipes.retrieval.histories:optimizers")
     task = imported("dphybrid.recipes.retrieval.ranking:recommending")
-    samples = imported("dphybrid.recipes.retrieval.recommend:later_interactions")
     predictor = imported("dphybrid.recipes.retrieval.recommend:Recommender")
+
+    def samples(self, checkpoint: Path, config: ExperimentConfig, model: Any, rows: object) -> Any:
+        return self.predictor(checkpoint, config, lambda: model, 1).held(rows)
 
     def task_of(self, config: ExperimentConfig, info: Mapping[str, Any]) -> "Task":
         # In time, a network of next items ranks ever better while its loss on later rows rises; the loss of

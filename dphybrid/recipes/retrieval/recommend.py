@@ -275,13 +275,6 @@ class Recommender:
             yield pl.DataFrame(columns)
 
 
-def later_interactions(
-    checkpoint: Path, config: ExperimentConfig, model: nn.Module, rows: object
-) -> tuple[HeldDataset, list[str]]:
-    """Return `Recommender.held` of a checkpoint's model."""
-    return Recommender(checkpoint, config, lambda: model, 1).held(rows)
-
-
 def _is_single(value: object) -> bool:
     """Return whether a value is one name, such as a text or a number of numpy, not several."""
     return isinstance(value, str) or not isinstance(value, Iterable)
