@@ -102,7 +102,7 @@ class _TripleRegion(nn.Module):
         # Each relation has two rows: the first half of the table is for asking tails, the second for heads.
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
         query_B2D = _QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
-        if asked is None or others_KD is None:
+        if asked is None or others_KD is None or ids_K is None:
             return query_B2D
         score = _SCORES.get(self.kind, dot_products)
         answers_X1D = torch.stack([tails_BD, heads_BD], 1).flatten(0, 1).unsqueeze(1)
