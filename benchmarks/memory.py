@@ -169,7 +169,8 @@ def lookups(folder: Path, rows: int = 1_000_000, dim: int = 160, count: int = 16
                 _by_numpy, stored.view(torch.uint8).numpy(), of_byte
             )
         else:
-            ways[f"{name}, resident"] = HostEmbedding.from_pretrained(stored)
+            ways[f"{name}, resident"] = resident = HostEmbedding(rows, dim)
+            resident.weight = nn.Parameter(stored, requires_grad=False)
     ids = cycle([torch.randint(rows, (count,)) for _ in range(len(ways) * 4 + 1)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

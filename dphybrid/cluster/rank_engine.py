@@ -106,7 +106,7 @@ class RankEngine(ClusterEngine):
             if trained.dense is not None:
                 trained.dense.zero_grad(set_to_none=True)
             trained.rows.zero_grad()
-            self.table.lr = trained.rows.lr
+            self.table.lr = trained.rows.param_groups[0]["lr"]
         outputs = trained.model(batch)
         with stage("loss"):
             loss, weight = outputs["loss"].sum(), outputs["weight"].sum()

@@ -58,7 +58,7 @@ class _SpreadTable(HostEmbedding):
         whole = self.spread.tensors()
         self.weight = nn.Parameter(torch.empty(0, table.dim))  # row optimizers make states of what is trained
         self._info.make_states, self._info.stored = self._fbgemm_states, whole[0]
-        self._info.padding, self._info.frozen = table._info.padding, table._info.frozen
+        self._info.frozen = table._info.frozen
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 

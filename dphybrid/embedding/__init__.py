@@ -14,15 +14,7 @@ from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.gradients import clip_grad_norm_, clip_rows_too
 from dphybrid.embedding.hosting import host_tables, load_rows, save_rows
 from dphybrid.embedding.ngrams import NgramMemory
-from dphybrid.embedding.optim import (
-    LazyAdam,
-    RowAdagrad,
-    RowAdam,
-    RowAdamW,
-    RowOptimizer,
-    RowSGD,
-    row_optimizer,
-)
+from dphybrid.embedding.optim import RowOptimizer, row_optimizer
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
 from dphybrid.embedding.published import merge_rows
 from dphybrid.embedding.ranking import Ranked, rank_rows
@@ -34,15 +26,10 @@ __all__ = [
     "DeclaresIds",
     "HostEmbedding",
     "HostEmbeddingCollection",
-    "LazyAdam",
     "NgramMemory",
     "Ranked",
-    "RowAdagrad",
-    "RowAdam",
-    "RowAdamW",
     "RowOptimizer",
     "RowPipeline",
-    "RowSGD",
     "clip_grad_norm_",
     "clip_rows_too",
     "dense_parameters",

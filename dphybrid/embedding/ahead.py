@@ -156,11 +156,6 @@ class LookupsAhead:
             self._channels.append(Channel(device, self._counters))
             return len(self._channels) - 1
 
-    def settle_times(self) -> None:
-        """Add the durations of finished copies to the counters."""
-        for channel in self._channels:
-            channel.settle_times()
-
     def repair(self, lookup: Lookup) -> None:
         """Update a prepared lookup to its weight's present rows. Sends only the changed rows again, if all
         changes since are recorded.

@@ -6,8 +6,6 @@ Letters: B samples, F columns (one id column a table here), D width of a row.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +14,9 @@ from dphybrid.embedding import native
 from dphybrid.embedding.lookup import not_a_row, whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.embedding.weights import all_rows
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_exporting
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.errors import UserError
 
 
 class HostEmbeddingCollection(nn.Module):
@@ -30,9 +27,8 @@ class HostEmbeddingCollection(nn.Module):
     Args:
         dim: Width of all rows.
         padding: Name -> id whose row stays zero and is never trained.
-        std: Standard deviation of the initial values, one for all tables or name -> std.
-        make: Builds the flat table from (num_rows, dim, name=, std=, scales=, and the options).
-        options: Further arguments of `HostEmbedding` (seed, dtype, storage, path).
+        make: Builds the flat table from (num_rows, dim, padding_idx=, name=, and the options).
+        options: Further arguments of `HostEmbedding` (std, seed, dtype, storage, path).
     """
 
     def __init__(
@@ -41,7 +37,6 @@ class HostEmbeddingCollection(nn.Module):
         dim: int,
         *,
         padding: Mapping[str, int] | None = None,
-        std: float | Mapping[str, float] = 0.1,
         name: str = "tables",
         make: Callable[..., HostEmbedding] = HostEmbedding,
         **options: object,
@@ -62,23 +57,7 @@ class HostEmbeddingCollection(nn.Module):
             if not 0 <= row < self.num_rows.get(table, 0):
                 raise UserError(f"padding {table!r}: {row} is not a row of the tables {self.num_rows}")
             padding_rows.append(self.starts[table] + row)
-        scales = [(row, row + 1, 0.0) for row in padding_rows]
-        if isinstance(std, Mapping):
-            if wrong := std.keys() ^ tables.keys():
-                verb = "has" if min(wrong) in std else "lacks"
-                raise UserError(f"collection {name!r}: std {verb} {min(wrong)!r}; give one for each table")
-            # Initial values are drawn with std 1; each table's std is then a factor on its rows.
-            scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
-            std = 1.0
-        self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
-        self.flat._set_padding(padding_rows)
-
-    def weight_of(self, table: str) -> Tensor:
-        """Return the rows of one table as a view (num_rows, dim). Raises UserError for an unknown table."""
-        if table not in self.starts:
-            raise UserError(f"there is no table {table!r}{suggestion(table, list(self.starts))}")
-        rows_VD: Tensor = all_rows(self.flat.weight)
-        return rows_VD[self.starts[table] : self.starts[table] + self.num_rows[table]]
+        self.flat = make(starts[-1], dim, padding_idx=padding_rows, name=name, **options)
 
     def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:
         """Convert each table's own ids to ids of `flat`. The columns of ids_BF (its last dimension) are the
@@ -111,12 +90,6 @@ class HostEmbeddingCollection(nn.Module):
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Set the devices that `replica_rows` sends rows to; see `HostEmbedding.place_on`."""
         self.flat.place_on(devices, sizes_of)
-
-    def for_replica(self, index: int) -> Self:
-        """Return this collection as a replica of a region sees it; see `HostEmbedding.for_replica`."""
-        proxy = copy(self)
-        proxy._modules = {**self._modules, "flat": self.flat.for_replica(index)}
-        return proxy
 
     def replica_rows(self, ids_BF: Tensor) -> list[Tensor]:
         """Return, for each used replica, the rows_bFD of its share of the samples on its device; see

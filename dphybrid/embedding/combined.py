@@ -15,7 +15,7 @@ class CombinedOptimizer(EagerOptimizer):
 
     `param_groups` are the optimizers' own dicts, in order, so a learning-rate schedule scales each group from
     that group's own rate. `state` is a new dict of their states. `defaults` are those that all of them have.
-    Raises UserError for other objects, and if a parameter belongs to two of the optimizers.
+    Give each parameter to one of them. Raises UserError for other objects.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -26,12 +26,6 @@ class CombinedOptimizer(EagerOptimizer):
             raise UserError(
                 f"CombinedOptimizer: {', '.join(foreign) or 'nothing'} is not a torch.optim.Optimizer; give "
                 "it the dense and the row optimizer"
-            )
-        ids = [id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]]
-        if len(set(ids)) < len(ids):
-            raise UserError(
-                "CombinedOptimizer: two of the optimizers train the same parameter, which each step would "
-                "change twice; give each parameter to one"
             )
         first, *others = optimizers
         common = {k: v for k, v in first.defaults.items() if all(k in other.defaults for other in others)}

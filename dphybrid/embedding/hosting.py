@@ -7,7 +7,6 @@ Letters: N ids of a lookup, U unique ids, K trained rows, D width of a row.
 import inspect
 import re
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,6 @@ from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.weights import RowsInfo
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_json
 
 
 class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc] # typed as HostEmbedding
@@ -84,8 +82,8 @@ class MappedEmbedding(HostedEmbedding):
 
     stored: PublishedRows
 
-    def _own(self, weight: Tensor, frozen: Sequence[int] = ()) -> RowsInfo:
-        info = super()._own(weight, frozen)
+    def _own(self, weight: Tensor) -> RowsInfo:
+        info = super()._own(weight)
         info.stored = self.stored
         return info
 
@@ -126,8 +124,8 @@ class AdaptedEmbedding(MappedEmbedding):
 
     trained: TrainedRows
 
-    def _own(self, weight: Tensor, frozen: Sequence[int] = ()) -> RowsInfo:
-        info = HostedEmbedding._own(self, weight, frozen)
+    def _own(self, weight: Tensor) -> RowsInfo:
+        info = HostedEmbedding._own(self, weight)
         info.numbers_of = lambda slots_U: self.trained.ids_K[slots_U]
         return info
 
@@ -162,22 +160,11 @@ class AdaptedEmbedding(MappedEmbedding):
         rows = self._as_model(rows)
         return tuple(self._in_shares(rows)) if by_replica and self.is_placed else rows.to(to)
 
-    def freeze_rows(self, rows: Sequence[int]) -> None:
-        """Give these rows no gradient; see `HostEmbedding.freeze_rows`."""
-        super().freeze_rows(self._slots(torch.as_tensor(rows, dtype=torch.int64)).tolist())
-
-    @property
-    def frozen_rows(self) -> Sequence[int]:
-        """Rows, ascending, that get no gradient."""
-        return sorted(self.trained.ids_K[list(super().frozen_rows)].tolist())
-
     def fill(self, ids_K: Tensor, rows_KD: Tensor) -> None:
-        """Replace the trained rows; see `TrainedRows.fill`. The same rows stay frozen."""
-        frozen = self.frozen_rows
+        """Replace the trained rows; see `TrainedRows.fill`."""
         self.trained.fill(ids_K, rows_KD)
         if self.padding_idx is not None:
             self._set_padding([self._row_of(self.padding_idx)])
-        self.freeze_rows(frozen)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -320,23 +307,19 @@ def _warn_if_dense(name: str, weight: Tensor) -> None:
 
 def save_rows(model: nn.Module, file: Path | str) -> dict[str, int]:
     """Write the rows that were trained over a checkpoint (`host_tables(..., train="rows")`) and differ from
-    it to a safetensors file, as row numbers and float32 rows by table, and a page about it beside it, in
-    JSON. Return their number by table."""
+    it to a safetensors file, as row numbers and float32 rows by table. Return their number by table."""
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {}
-    page: dict[str, dict[str, Any]] = {}
+    tensors, counts = dict[str, Tensor](), dict[str, int]()
     for name, table in _trained_tables(model).items():
         ids_K, order_K = table.trained.ids_K.sort()
         rows_KD = table.trained.rows_KD[order_K]
         differs_K = (native.look_up(table.stored, ids_K)[0] != rows_KD).any(1)
         ids_K, rows_KD = ids_K[differs_K], rows_KD[differs_K]
         tensors |= {key_in(name, "ids"): ids_K, key_in(name, "rows"): rows_KD}
-        page[name] = {"rows": len(ids_K), "of": table.num_rows, "width": table.dim}
-    file = Path(file)
+        counts[name] = len(ids_K)
     save_file(tensors, file)
-    write_json(file.with_suffix(".json"), {"tables": page, "bytes": file.stat().st_size})
-    return {name: about["rows"] for name, about in page.items()}
+    return counts
 
 
 def load_rows(model: nn.Module, file: Path | str) -> None:

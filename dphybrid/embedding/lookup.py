@@ -34,7 +34,6 @@ class Counters:
         bytes_gathered: Bytes of rows read from the table for lookups.
         dedup_ms: Milliseconds, like the following: checking and sorting ids.
         gather_ms: Reading rows.
-        h2d_ms: Copies to the devices.
         d2h_ms: Waiting for row gradients from the devices.
         update_ms: The row optimizer, including the sums of gradients.
         repair_ms: Finding and reading changed rows again.
@@ -49,7 +48,6 @@ class Counters:
     bytes_from_devices: float = 0.0
     dedup_ms: float = 0.0
     gather_ms: float = 0.0
-    h2d_ms: float = 0.0
     d2h_ms: float = 0.0
     update_ms: float = 0.0
     repair_ms: float = 0.0
@@ -176,8 +174,7 @@ def copies_drift_apart(name: str, processes: int) -> UserError:
     return UserError(
         f"table {name!r}: each of {processes} processes would train its own copy, because "
         "DistributedDataParallel, FSDP and the like do not exchange gradients of rows. Train in one process "
-        "with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says; if your own loop "
-        "makes all copies' gradients equal, set table.synchronized = True"
+        "with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says"
     )
 
 

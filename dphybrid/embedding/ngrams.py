@@ -130,13 +130,7 @@ class NgramMemory(nn.Module):
         if tokens_BT.dim() != 2:
             raise UserError(f"NgramMemory: tokens of shape {tuple(tokens_BT.shape)}; give (B, T)")
         if before is not None:
-            before = whole_numbers(before, self.table.name)
-            if before.dim() != 2 or len(before) != len(tokens_BT):
-                raise UserError(
-                    f"NgramMemory: tokens {tuple(tokens_BT.shape)} with before={tuple(before.shape)}; give "
-                    "(B, T) and (B, any number)"
-                )
-            before = before[:, -(max(self.orders) - 1) :]
+            before = whole_numbers(before, self.table.name)[:, -(max(self.orders) - 1) :]
             return self.row_ids(torch.cat([before, tokens_BT], 1))[:, before.shape[1] :]
         if tokens_BT.numel() and int(tokens_BT.min()) < 0:
             raise UserError(

@@ -1,14 +1,20 @@
 """Optimizers of table rows: they read and write only the rows that the batch touched.
 
-All but RowAdamW are lazy: a row's moments and weight decay do not change while no batch touches the row. On
-rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam. adagrad and
-adam keep one second moment per row (of the mean squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
-PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum, on all rows.
+All but adamw are lazy: a row's moments and weight decay do not change while no batch touches the row. On rows
+that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam. adagrad and adam
+keep one second moment per row (of the mean squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
+PARTIAL_ROWWISE_ADAM do. With adam and lazy-adam, each row counts its own steps, so that the bias correction
+of rare rows is right.
+
+adamw is torch's AdamW with betas=(0, beta2), over all rows: the decoupled weight decay and the decay of the
+second moment follow the table's steps, not the row's. When a row is next touched, it first catches up on the
+steps it missed, at the present learning rate; until then, lookups return it unchanged. Rare rows take larger
+steps and shrink between them, which suits retrieval.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,45 +39,37 @@ from dphybrid.util.row_rules import RULES, RowRule
 _UPDATES = "updates"
 """Name of the state that counts a table's updates."""
 
-_BESIDE_OPTIONS = frozenset(
-    ("params", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-)
-"""Keys of a parameter group that are no options: a name of the user's, and what torch's schedules note."""
-
 
 class RowOptimizer(EagerOptimizer):
-    """Base class: a torch.optim.Optimizer of tables' weights, whose C kernel updates the touched rows.
+    """A torch.optim.Optimizer of tables' weights, whose C kernel updates the touched rows; `row_optimizer`
+    makes it.
 
     params: as for torch: weights (`model.table.parameters()`), named or not, or groups of them. Tables, or
-    tables by name (`find_tables(model)`), stand for their weights. lr: learning rate. weight_decay: times the
-    row, added to the gradient of touched rows (lazy). A dense gradient, of a weight that was used as a whole,
-    updates all rows. Other options and their defaults: `row_rules.RULES`. Raises UserError for other
-    parameters and numbers, TypeError for options that the optimizer does not have.
+    tables by name (`find_tables(model)`), stand for their weights. options: lr, weight_decay (times the row,
+    added to the gradient of touched rows), and those of the rule (`row_rules.RULES`). A dense gradient, of a
+    weight that was used as a whole, updates all rows. Raises UserError for other parameters and numbers,
+    TypeError for options that the rule does not have.
     """
 
-    row_rule: RowRule
     changes: ChangedRows | None = None
     snapshot: Snapshot | None = None
 
-    def __init__(self, params: object, lr: float | None = None, **options: object) -> None:
-        self._refuse_foreign(options, "keyword argument")
+    def __init__(self, row_rule: RowRule, params: object, **options: object) -> None:
+        self.row_rule = row_rule
+        known = {"weight_decay": 0.0, **row_rule.numbers}
+        for name in options:
+            if name not in known:
+                hint = suggestion(name, list(known))
+                raise TypeError(f"row optimizer {row_rule.name} has no option {name!r}{hint}")
         groups: Any = [params] if isinstance(params, HostEmbedding | Tensor) else params
         if isinstance(params, Mapping):  # one group per table
             groups = [{"params": [pair]} for pair in _named_weights(params)]
         if not (groups := list(groups)):
             raise UserError("row optimizer: no table to train; give it the tables of a model that has some")
-        if lr is not None:
-            options["lr"] = lr
-        super().__init__(groups, {"weight_decay": 0.0, **self.row_rule.numbers, **options})
+        super().__init__(groups, known | options)
 
-    def _refuse_foreign(self, names: Iterable[str], what: str) -> None:
-        """Raise TypeError for an option that the optimizer lacks. torch ignores those of groups."""
-        options = [*self.row_rule.numbers, "weight_decay"]
-        for name in names:
-            if name not in options:
-                raise TypeError(
-                    f"{type(self).__name__} got an unexpected {what} {name!r}{suggestion(name, options)}"
-                )
+    def __getstate__(self) -> dict[str, Any]:  # of a copy or pickle
+        return {**super().__getstate__(), "row_rule": self.row_rule}
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """Return the kernel's rule with the present learning rate and options of a parameter group."""
@@ -101,25 +99,10 @@ class RowOptimizer(EagerOptimizer):
             for name, weight in zip(group["param_names"], group["params"], strict=True)
         }
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first group. Setting it changes all groups."""
-        return float(self.param_groups[0]["lr"])
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = value
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add weights to train, with zero states; a weight without `requires_grad` gets none."""
-        if "params" not in param_group:
-            raise TypeError(
-                f"{type(self).__name__}: a parameter group without 'params' ({', '.join(param_group)})"
-            )
         group = {**param_group, "params": _named_weights(param_group["params"])}
         group.pop("param_names", None)
-        self._refuse_foreign(group.keys() - _BESIDE_OPTIONS, "key of a parameter group")
         self._check_numbers(self.defaults | group)
         names = [*self.tables, *(name for name, _ in group["params"])]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -194,8 +177,6 @@ class RowOptimizer(EagerOptimizer):
         start, names, weights = time.perf_counter(), list(by_name), list(by_name.values())
         infos = list(map(info_of_table, weights))
         tables, changed = self._tables(weights)
-        for info, weight in zip(infos, weights, strict=True):
-            info.refuse_twice(weight, self)
         segments = list(map(segment_of, weights, tables.first_keys))
         ids = {name: segment.ids_N for name, segment in zip(names, segments, strict=True)}
         versions, snapshot = [weight._version for weight in weights], self.snapshot
@@ -276,8 +257,8 @@ class RowOptimizer(EagerOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy saved states into the present ones, keeping their types, and set the groups' options.
 
-        Tables are matched by their positions, as in torch. Raises UserError for states or options of another
-        optimizer."""
+        Tables are matched by their positions, as in torch. Raises UserError for states of another rule or of
+        other tables."""
         groups = state_dict["param_groups"]
         saved_sizes, sizes = ([len(g["params"]) for g in some] for some in (groups, self.param_groups))
         if saved_sizes != sizes:
@@ -285,13 +266,6 @@ class RowOptimizer(EagerOptimizer):
                 f"row optimizer state does not fit: it has groups of {saved_sizes} tables, expected {sizes}; "
                 "load it into an optimizer with the same groups"
             )
-        for group in groups:
-            # torch adds "differentiable" to groups that are added to a copied or loaded optimizer.
-            options = group.keys() - _BESIDE_OPTIONS - {"param_names", "differentiable"}
-            if wrong := options ^ {*self.row_rule.numbers, "weight_decay"}:
-                verb = "has an option" if min(wrong) in options else "lacks the option"
-                raise UserError(f"row optimizer state does not fit: a group {verb} {min(wrong)!r}")
-            self._check_numbers(group)
         saved = {
             f"{name}.{key}": value
             for present, group in zip(self.param_groups, groups, strict=True)
@@ -341,58 +315,11 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
     return sorted([*problems, *(f"{name} is {shapes[name]}, expected {expected[name]}" for name in unequal)])
 
 
-class RowSGD(RowOptimizer):
-    """w -= lr * g. No state."""
-
-    row_rule = RULES["sgd"]
-
-
-class RowAdagrad(RowOptimizer):
-    """Adagrad with one accumulator per row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
-
-    row_rule = RULES["adagrad"]
-
-
-class LazyAdagrad(RowOptimizer):
-    """torch's Adagrad on touched rows, with one accumulator per weight."""
-
-    row_rule = RULES["lazy-adagrad"]
-
-
-class RowAdam(RowOptimizer):
-    """Adam with one second moment per row (partial row-wise Adam). Each row counts its own steps, so that the
-    bias correction of rare rows is right."""
-
-    row_rule = RULES["adam"]
-
-
-class LazyAdam(RowOptimizer):
-    """Adam with full moments, updated only for touched rows."""
-
-    row_rule = RULES["lazy-adam"]
-
-
-class RowAdamW(RowOptimizer):
-    """torch's AdamW with betas=(0, beta2), over all rows: the decoupled weight decay and the decay of the
-    second moment follow the table's steps, not the row's. When a row is next touched, it first catches up on
-    the steps it missed, at the present learning rate; until then, lookups return it unchanged.
-
-    Rare rows take larger steps and shrink between them, which suits retrieval.
-    """
-
-    row_rule = RULES["adamw"]
-
-
-ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    kind.row_rule.name: kind for kind in (RowSGD, RowAdagrad, LazyAdagrad, RowAdam, LazyAdam, RowAdamW)
-}
-
-
 def row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:
     """Return the row optimizer `name` for all tables of a model, or for any `params` of a `RowOptimizer`.
     Raises UserError for an unknown name, and for a model without tables."""
-    if name not in ROW_OPTIMIZERS:
-        raise UserError(f"row optimizer {name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
+    if name not in RULES:
+        raise UserError(f"row optimizer {name!r}: use one of {', '.join(RULES)}")
     if isinstance(tables, nn.Module) and not isinstance(tables, HostEmbedding):
         tables = find_tables(tables)
-    return ROW_OPTIMIZERS[name](tables, **options)
+    return RowOptimizer(RULES[name], tables, **options)

@@ -31,6 +31,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -200,7 +201,7 @@ class RowPipeline:
     def _totals(self) -> dict[str, float]:
         totals = dict(self.times_ms)
         for table in {table.ahead: table for table in self.tables.values()}.values():
-            for name, amount in table.totals().items():
+            for name, amount in asdict(table.counters).items():
                 totals[name] = totals.get(name, 0.0) + amount
         return totals
 

@@ -158,7 +158,8 @@ class Checkpoint:
         if f"{start}weight" in self.file_of:
             keys = {0: f"{start}weight"}
         if not keys:
-            raise UserError(f"{self.path}: has no tensor {start + 'weight'!r}{self._hint(start + 'weight')}")
+            hint = suggestion(f"{start}weight", list(self.file_of))
+            raise UserError(f"{self.path}: has no tensor {start + 'weight'!r}{hint}")
         if missing := set(range(max(keys))) - keys.keys():
             raise UserError(
                 f"{self.path}: lacks the piece {start}shard_{min(missing)}.weight; fetch it again"
@@ -205,17 +206,6 @@ class Checkpoint:
         raise UserError(
             f"{entry.file}: {key} is {entry.shape} of {entry.format}; use one value or {(rows, 1)} of "
             f"{' or '.join(_SCALES)}, or {(rows, dim // _BLOCK)} of F8_E8M0"
-        )
-
-    def _hint(self, key: str) -> str:
-        # A text model inside a larger one has other prefixes.
-        end = "." + ".".join(key.split(".")[-2:])
-        same = [other for other in self.file_of if other.endswith(end) and other != key]
-        if not same:
-            return suggestion(key, list(self.file_of))
-        return (
-            f"; it has {same[0]!r}. If that is the one, give host_tables the part of the model that has this "
-            'name, or a model of a longer name: nn.ModuleDict({"PREFIX": model})'
         )
 
 

@@ -16,7 +16,6 @@ events.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -92,7 +91,6 @@ class Channel:
         self._cuda = device.type == "cuda"
         self._to = torch.cuda.Stream(device) if self._cuda else None
         self._back = torch.cuda.Stream(device) if self._cuda else None
-        self._timed: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def send(self, rows_VD: Tensor | StoredRows, ids: Tensor, threads: int | None) -> Share:
         """Start sending the unique rows of `ids`, which are rows of the table. threads: the most to use."""
@@ -146,7 +144,6 @@ class Channel:
             # The memory belongs to the copying stream. Without this, the allocator would reuse it before the
             # computing stream has read it.
             share.memory.record_stream(stream)
-        self.settle_times()  # in every step, or finished events would pile up
 
     def start_receiving(self, grads_UD: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         """Start copying gradients to the host. Return (their place on the host, the event after which they
@@ -164,12 +161,6 @@ class Channel:
             done.record(self._back)
         return host, done
 
-    def settle_times(self) -> None:
-        """Add the durations of finished copies to the counters. Called only by the training thread."""
-        while self._timed and (isinstance(took := self._timed[0], float) or took[1].query()):
-            self._timed.popleft()
-            self._counters.h2d_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
-
     def reserve(self, num_bytes: int, count: int) -> None:
         """Make torch's allocator hold pinned memory for `count` copies of this size, to be reused from then
         on.
@@ -185,18 +176,11 @@ class Channel:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
 
     def _start_copy(self, memory: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        start = time.perf_counter()
-        if self._to is None:
-            on_device = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
-            self._timed.append(1e3 * (time.perf_counter() - start))
-            return on_device, None
         with self._on(self._to):  # also around torch.empty: memory belongs to the stream that allocates it
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             on_device = torch.empty(len(memory), dtype=torch.uint8, device=self.device)
-            began.record(self._to)
             on_device.copy_(memory, non_blocking=True)
-            ended.record(self._to)
-        self._timed.append((began, ended))
+        if self._to is None:
+            return on_device, None
         ready = torch.cuda.Event()
         ready.record(self._to)
         return on_device, ready

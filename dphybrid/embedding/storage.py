@@ -6,11 +6,11 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -129,13 +129,12 @@ inspected, or loaded at once."""
 class StartValues:
     """Describes a table's initial values, so that any part of the rows can be drawn without the rest.
 
-    std, seed: of the normal distribution. scales: (first, last, factor)s, applied in order to the rows from
-    first to below last; factor 0 for rows that start as zeros.
+    std, seed: of the normal distribution. zeros: rows that start as zeros.
     """
 
     std: float
     seed: int
-    scales: list[tuple[int, int, float]] = field(default_factory=list)
+    zeros: Sequence[int] = ()
 
     def write(self, rows_VD: Tensor, first: int) -> None:
         """Fill rows_VD with the table's rows from `first` on, with the same bits as in the whole table, by as
@@ -146,10 +145,9 @@ class StartValues:
         ) as pool:  # numpy draws without the interpreter's lock
             for _ in pool.map(partial(self._draw, rows_VD, first), starts):
                 pass
-        for begin, end, factor in self.scales:
-            part = rows_VD[max(begin - first, 0) : max(end - first, 0)]
-            # In place: there may not be enough memory for a copy of a large table's rows.
-            part.mul_(factor) if factor else part.zero_()
+        for row in self.zeros:
+            if first <= row < first + len(rows_VD):
+                rows_VD[row - first] = 0.0
 
     def _draw(self, rows_VD: Tensor, first: int, start: int) -> None:
         """Draw the rows from `start` on that one generator draws."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
-from dphybrid.embedding.gradients import Gates, rows_op, segment_of, sparse
+from dphybrid.embedding.gradients import Gates, rows_op, segment_of
 from dphybrid.embedding.lookup import (
     Counters,
     copies_drift_apart,
@@ -30,8 +29,8 @@ from dphybrid.embedding.lookup import (
     whole_numbers,
 )
 from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
-from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
-from dphybrid.embedding.weights import RowsInfo, all_rows, info_of
+from dphybrid.embedding.storage import StartValues, open_rows, open_states
+from dphybrid.embedding.weights import FrozenRows, RowsInfo, all_rows, info_of
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
@@ -47,9 +46,9 @@ class HostEmbedding(nn.Module):
 
     Args:
         num_embeddings, embedding_dim: Shape of the table, also its `num_rows` and `dim`.
-        padding_idx: A row that starts as zeros and gets no gradient; negative values count from the end.
+        padding_idx: A row, or several, that start as zeros and get no gradient; negative values count from
+            the end.
         std: Standard deviation of the normal initial values.
-        scales: (first, last, factor)s that scale the initial values of the rows from first to below last.
         seed: Of the initial values; None: drawn from torch's generator, which torch.manual_seed sets.
         name: For messages.
         dtype: float32, float64, or bfloat16 (looked-up rows and gradients are float32 then, and updates are
@@ -63,18 +62,14 @@ class HostEmbedding(nn.Module):
 
     weight: nn.Parameter
     _padding: Sequence[int]
-    synchronized = False
-    """Whether all processes of a group share these rows, or make their gradients equal. If False, lookups
-    that train are refused in one of several processes."""
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None = None,
+        padding_idx: int | Sequence[int] | None = None,
         *,
         std: float = 0.1,
-        scales: Sequence[tuple[int, int, float]] = (),
         dtype: torch.dtype | None = None,
         seed: int | None = None,
         name: str = "table",
@@ -89,17 +84,16 @@ class HostEmbedding(nn.Module):
                 f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers of at least 1, "
                 f"and a row has at most {native.MAX_DIM} values"
             )
-        if padding_idx is not None:
-            if not is_integer(padding_idx) or not -num_rows <= padding_idx < num_rows:
-                raise UserError(f"table {name!r}: padding_idx={padding_idx}; rows are 0 to {num_rows - 1}")
-            padding_idx %= num_rows
+        if padding_idx is None:
+            padding_idx = ()
+        padding = padding_idx if isinstance(padding_idx, Sequence) else [padding_idx]
+        if any(not is_integer(row) or not -num_rows <= row < num_rows for row in padding):
+            raise UserError(f"table {name!r}: padding_idx={padding_idx}; rows are 0 to {num_rows - 1}")
         is_std = isinstance(std, SupportsFloat) and 0 <= std < math.inf
         if not is_std or not (seed is None or is_integer(seed)):
             raise UserError(
                 f"table {name!r}: seed={seed!r}, std={std!r}; give an integer, and a finite std from 0 on"
             )
-        if wrong := [scale for scale in scales if not 0 <= scale[0] <= scale[1] <= num_rows]:
-            raise UserError(f"table {name!r}: scales has {wrong[0]}; rows are 0 to {num_rows - 1}")
         if dtype is None:  # as nn.Embedding, but a default of half precision would round the updates
             dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         if seed is None:
@@ -109,10 +103,9 @@ class HostEmbedding(nn.Module):
         # Absolute: the states' files are opened later, perhaps in another working directory.
         path = None if path is None else Path(path).absolute()
         self._set_up(name, native.real_dtype(dtype), path)
-        self.padding_idx, self.start = padding_idx, StartValues(std, seed, list(scales))
-        if padding_idx is not None:
-            self._padding = (padding_idx,)
-            self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
+        self._padding = [row % num_rows for row in padding]
+        self.padding_idx = self._padding[0] if len(padding) == 1 else None
+        self.start = StartValues(std, seed, self._padding)
         rows_VD = open_rows((num_rows, dim), dtype, storage, path, name, self.start)
         self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
 
@@ -128,42 +121,21 @@ class HostEmbedding(nn.Module):
         self._gates, self.counters = Gates(), Counters()
         self.ahead = LookupsAhead(self.name, self.counters)
 
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
-    ) -> Self:
-        """Return a table with these rows (num_rows, dim). It shares their memory if they are contiguous on
-        the CPU.
-
-        freeze: True, the default as for nn.Embedding: the table is not trained. options: further
-        arguments of the class, such as `name`, but none of initial values or storage. Raises UserError for
-        another type or shape.
-        """
-        if embeddings.dim() != 2:
-            raise UserError(f"from_pretrained: rows of shape {tuple(embeddings.shape)}; give (num_rows, dim)")
-        if useless := options.keys() & {"std", "scales", "seed", "dtype", "storage", "path"}:
-            raise TypeError(f"from_pretrained: {min(useless)!r} has no effect, as the rows are given")
-        with deferred_rows():
-            table = cls(len(embeddings), embeddings.shape[1], padding_idx, dtype=embeddings.dtype, **options)
-        table.weight = nn.Parameter(embeddings.detach().cpu().contiguous(), requires_grad=not freeze)
-        return table
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        # torch calls this for every new weight: an assignment, `from_pretrained`.
+        # torch calls this for every new weight.
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
             self._own(param)
 
-    def _own(self, weight: Tensor, frozen: Sequence[int] = ()) -> RowsInfo:
+    def _own(self, weight: Tensor) -> RowsInfo:
         """Note on a weight that it is a table's; return its info. A weight that another table has, too, keeps
         that one's."""
         if weight.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
             weight.grad_dtype = torch.float32
         if (info := info_of(weight)) is None:
             make_states = partial(open_states, folder=self._path, name=self.name)
-            padding = [row for row in self._padding if row < len(weight)]
+            padding = FrozenRows(row for row in self._padding if row < len(weight))
             info = RowsInfo(self.name, self.counters, make_states, padding)
-            info.freeze(frozen)
             weight.rows_info = info  # type: ignore[attr-defined]
         return info
 
@@ -173,7 +145,7 @@ class HostEmbedding(nn.Module):
         vars(new).update(vars(self))
         return new
 
-    def _twin(self) -> Self:
+    def shared_copy(self) -> Self:
         """Return a copy that shares the weight, and has a placement, lookups and counters of its own."""
         new = copy(self)
         new._placed = None
@@ -185,23 +157,20 @@ class HostEmbedding(nn.Module):
         if get_spawning_popen() is not None:
             raise _not_shared(self.name)
         # Without the path: two tables that write to the same file would overwrite each other.
-        rows = {"_padding": self._info.padding, "_frozen": self._info.frozen.rows}
-        return self.__dict__ | {"_path": None, "_gates": None, "counters": None, "ahead": None} | rows
+        others = {"_path": None, "_gates": None, "counters": None, "ahead": None}
+        return self.__dict__ | others | {"_padding": self._info.frozen.rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        frozen = state.pop("_frozen")
         super().__setstate__(state)
         self._start_lookups()
         self._parameters["weight"] = weight = self._restored_weight()
-        self._own(weight, frozen)
+        self._own(weight)
         if self._placed is not None:
             self.place_on(*self._placed)
 
     def _restored_weight(self) -> nn.Parameter:
-        """Return the weight of a deep copy or pickle, whose rows are in huge pages, unlike those of torch."""
-        weight = self.weight
-        weight.data = zero_rows(tuple(weight.shape), weight.dtype).copy_(weight.detach())
-        return weight
+        """Return the weight of a deep copy or pickle."""
+        return self.weight
 
     @property
     def num_rows(self) -> int:
@@ -225,29 +194,8 @@ class HostEmbedding(nn.Module):
         """Prepare a lookup of these ids; see `LookupsAhead.prepare`."""
         return self.ahead.prepare(self.weight, ids)
 
-    def freeze_rows(self, rows: Sequence[int]) -> None:
-        """Give these rows no gradient from now on, and padding rows as before; rows that were frozen by an
-        earlier call get gradients again. Raises UserError for a number that is not a row."""
-        # In an update of several tables, -1 would be the last row of the table before.
-        if isinstance(rows, Tensor):
-            rows = rows.tolist()
-        for row in rows:
-            if not is_integer(row) or not 0 <= row < self.num_rows:
-                raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
-        self._info.freeze(map(int, rows))
-        if (grad := self.weight.grad) is not None and grad.is_sparse:
-            ids_N, grads_ND = self._info.frozen.left_out(grad._indices()[0], grad._values())
-            self.weight.grad = sparse(ids_N, grads_ND, grad.shape)
-
     def _set_padding(self, rows: Sequence[int]) -> None:
-        """Set the padding rows, and freeze no others."""
-        self._padding = self._info.padding = rows
-        self._info.freeze(())
-
-    @property
-    def frozen_rows(self) -> Sequence[int]:
-        """Rows of the present weight, ascending, that get no gradient."""
-        return self._info.frozen.rows
+        self._padding, self._info.frozen = rows, FrozenRows(rows)
 
     @contextmanager
     def _without_weight(self) -> Iterator[None]:
@@ -328,7 +276,7 @@ class HostEmbedding(nn.Module):
         would train copies."""
         trains = torch.is_grad_enabled() and weight.requires_grad
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if trains and processes > 1 and not self.synchronized:
+        if trains and processes > 1:
             raise copies_drift_apart(self.name, processes)
         return trains
 
@@ -398,11 +346,6 @@ class HostEmbedding(nn.Module):
             )
         rows_ND = DeviceRows.apply(rows_UD, *share.indices)
         return self._as_model(rows_ND.view(*share.shape, self.dim))
-
-    def totals(self) -> dict[str, float]:
-        """Return the running totals by name, including finished copies; see `Counters`."""
-        self.ahead.settle_times()
-        return asdict(self.counters)
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
         """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None if no row has a gradient."""

@@ -1,12 +1,11 @@
-"""What is known of a table's weight beside its values: its name, and which rows are not trained. Modules that
+"""What is known of a table's weight beside its values: its name, and which rows are padding. Modules that
 have one weight object share it.
 
 Letters: N ids of a lookup, D width of a row.
 """
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +13,20 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding.lookup import Counters
-from dphybrid.embedding.storage import zero_rows
 from dphybrid.util.errors import UserError
 
 
 class FrozenRows:
-    """Rows that get no gradient, ascending. Asking for ids takes as long for many rows as for a few."""
+    """Rows that get no gradient, ascending."""
 
     def __init__(self, rows: Iterable[int] = ()) -> None:
         self.rows = sorted(set(rows))
-        self._mask: Tensor | None = None
 
     def has(self, ids: Tensor) -> Tensor:
         """Return, for each id, whether it is one of the rows, of which there is at least one."""
         if len(self.rows) == 1:
             return ids == self.rows[0]
-        behind = self.rows[-1] + 1
-        if self._mask is None:
-            rows = torch.tensor(self.rows, device="cpu")
-            self._mask = zero_rows((behind + 1,), torch.bool).index_fill_(0, rows, True)
-        return self._mask[ids.clamp(max=behind)]
+        return torch.isin(ids, torch.tensor(self.rows, device="cpu"))
 
     def left_out(self, ids_N: Tensor, grads_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids (on the CPU) and gradients (on any device) without those of these rows."""
@@ -50,7 +43,7 @@ class RowsInfo:
     Attributes:
         name, counters: Of the table that had the weight first.
         make_states: Allocates an optimizer's states in the same kind of storage as the rows (such as files).
-        padding: Rows that never get a gradient.
+        frozen: Rows that get no gradient: padding.
         stored: What has the rows if the weight has not: the files of a published table, or all ranks.
         numbers_of: Function from rows of the weight to their numbers in the table; None: they are equal.
         changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
@@ -59,29 +52,10 @@ class RowsInfo:
     name: str
     counters: Counters
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
-    padding: Sequence[int] = ()
+    frozen: FrozenRows
     stored: object = None
     numbers_of: Callable[[Tensor], Tensor] | None = None
     changes: deque[tuple[int, int, Tensor]] | None = None
-    _applied: tuple[weakref.ref[Tensor], int] | None = None
-
-    def __post_init__(self) -> None:
-        self.freeze(())
-
-    def freeze(self, rows: Iterable[int]) -> None:
-        """Set the rows without a gradient: these, and padding."""
-        self.frozen = FrozenRows((*self.padding, *rows))
-
-    def refuse_twice(self, weight: Tensor, optimizer: object) -> None:
-        """Note that an optimizer applies the weight's gradient. Raises UserError if another one has applied
-        it already."""
-        grad, before = weight.grad, self._applied
-        if before is not None and before[0]() is grad and before[1] != id(optimizer):
-            raise UserError(
-                f"table {self.name!r}: two row optimizers apply the same gradient, so each step would change "
-                "its rows twice; give the table to one of them"
-            )
-        self._applied = None if grad is None else (weakref.ref(grad), id(optimizer))
 
     def __reduce__(self) -> Any:  # a copied or loaded weight gets its info from its table
         return type(None), ()

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
-    RowAdagrad,
-    RowAdam,
-    RowSGD,
     row_optimizer,
 )
 from dphybrid.parallel import DataParallel
@@ -137,32 +134,29 @@ def test_a_table_has_torch_s_default_type() -> None:
     assert model[0].weight.dtype == torch.float64
 
 
-@pytest.mark.parametrize("optimizer", [RowSGD, RowAdagrad, RowAdam])
-def test_a_longer_weight_is_looked_up_frozen_and_trained(optimizer: Callable[..., Any]) -> None:
-    table, _ = pair()
-    table.freeze_rows([8])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_a_longer_weight_is_looked_up_and_trained_with_the_padding_of_its_table(rule: str) -> None:
+    table = HostEmbedding(ROWS, 3, padding_idx=8, dtype=torch.float64)
     grown = torch.cat([table.weight.detach(), torch.ones(4, 3, dtype=torch.float64)])
     table.weight = nn.Parameter(grown)
     assert (table.num_rows, table.num_embeddings, len(table(torch.tensor([12])))) == (13, 13, 1)
-    table.freeze_rows([8, 11])
-    rows, before = optimizer(table.parameters(), lr=0.1), grown.clone()
-    table(torch.tensor([8, 11, 12])).sum().backward()
+    rows, before = row_optimizer(rule, table.parameters(), lr=0.1), grown.clone()
+    table(torch.tensor([8, 12])).sum().backward()
     rows.step()
     assert (table.weight.detach() != before).any(1).nonzero().flatten().tolist() == [12]
 
 
 def test_states_of_a_weight_that_grew_in_place_are_refused() -> None:
     table = HostEmbedding(9, 3)
-    rows = RowAdam(table.parameters(), lr=0.1)
+    rows = row_optimizer("adam", table.parameters(), lr=0.1)
     table.weight.data = torch.ones(12, 3)
     table(torch.tensor([11])).sum().backward()
     with pytest.raises(UserError, match=r"a weight of 12 rows has the state 'mean' of shape \(9, 3\)"):
         rows.step()
 
 
-def test_frozen_rows_of_a_shorter_weight_freeze_no_row_of_the_next_table() -> None:
-    short, other = HostEmbedding(9, 2), HostEmbedding(9, 2)
-    short.freeze_rows([5])
+def test_padding_of_a_shorter_weight_is_no_row_of_the_next_table() -> None:
+    short, other = HostEmbedding(9, 2, padding_idx=5), HostEmbedding(9, 2)
     short.weight = nn.Parameter(torch.ones(4, 2))
     rows, before = (
         row_optimizer("sgd", {"short": short, "other": other}, lr=1.0),
@@ -189,7 +183,7 @@ def trained_after_a_fork(table: HostEmbedding) -> None:
     except RuntimeError:  # torch refuses any backward, if the parent's have used threads for devices
         return
     total.backward()
-    RowAdagrad(table.parameters(), lr=0.1).step()
+    row_optimizer("adagrad", table.parameters(), lr=0.1).step()
     HostEmbedding(20_000, 32)
 
 

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding import (
-    HostEmbedding,
-    RowAdamW,
-    clip_grad_norm_,
-)
+from dphybrid.embedding import HostEmbedding, clip_grad_norm_, row_optimizer
 from dphybrid.embedding.lookup import RUN, sort_ids, sum_by_row
 
 ROWS, DIM = 50, 4
@@ -82,7 +78,7 @@ def test_adamw_makes_up_for_the_steps_that_a_row_missed() -> None:
     """Weight decay and second moments of all rows are those of torch's AdamW without momentum."""
     ours = table()
     dense = nn.Parameter(ours.weight.detach().clone())
-    mine = RowAdamW({"t": ours}, lr=0.05, beta2=0.9, weight_decay=0.3)
+    mine = row_optimizer("adamw", {"t": ours}, lr=0.05, beta2=0.9, weight_decay=0.3)
     theirs = torch.optim.AdamW([dense], lr=0.05, betas=(0.0, 0.9), weight_decay=0.3)
     for step in range(101):
         generator = torch.Generator().manual_seed(step)

@@ -225,7 +225,7 @@ def test_refuses_checkpoints_that_do_not_hold_the_table(tmp_path: Path) -> None:
     refused("does not exist")
     refused("0 safetensors files", tmp_path)
     save_file({"model.layers.rows.weight": torch.zeros(100, 6)}, file)
-    refused("it has 'model.layers.rows.weight'")
+    refused("did you mean 'model.layers.rows.weight'")
     save_file({"layers.rows.weight": torch.zeros(50, 6)}, file)
     refused(r"\(50, 6\), but the model's is \(100, 6\)")
     save_file({"layers.rows.weight": torch.zeros(100, 6)}, file)

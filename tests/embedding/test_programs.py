@@ -30,8 +30,8 @@ from tests.embedding.test_kernels import threads
 PROGRAMS = int(os.environ.get("DPHYBRID_PROGRAMS") or 6)
 ROWS, PLACES, COLUMNS = 60, 12, 3
 DEEDS = {
-    "evaluate": 2, "save": 1, "edit": 1, "load": 1, "lr": 2, "freeze": 1, "thaw": 2, "freeze rows": 1,
-    "deepcopy": 1, "raise early": 1, "raise late": 1, "skip": 1, "accumulate": 3, "clip": 4, "penalty": 1,
+    "evaluate": 2, "save": 1, "edit": 1, "load": 1, "lr": 2, "freeze": 1, "thaw": 2, "deepcopy": 1,
+    "raise early": 1, "raise late": 1, "skip": 1, "accumulate": 3, "clip": 4, "penalty": 1,
     "two backwards": 1, "unannounced": 1, "clear": 1, "leave": 1, "average": 2, "exchange": 1, "grow": 1,
     "tie": 1, "untie": 1,
 }  # fmt: skip
@@ -125,7 +125,7 @@ class Trained:
         file = io.BytesIO()
         frozen = {name: not p.requires_grad for name, p in self.model.named_parameters()}
         page = {"model": self.model.state_dict(), "both": self.both.state_dict(), "frozen": frozen}
-        torch.save(page | {"rows": [t.frozen_rows for t in (self.model.words, self.model.places)]}, file)
+        torch.save(page, file)
         file.seek(0)
         saved, new = torch.load(file), Trained(self.program, self.devices, seed=2)
         new.exchange(nn.Parameter(saved["model"]["words.weight"].clone()))
@@ -133,8 +133,6 @@ class Trained:
         new.both.load_state_dict(saved["both"])
         for name, parameter in new.model.named_parameters():
             parameter.requires_grad_(not saved["frozen"][name])
-        for table, rows in zip((new.model.words, new.model.places), saved["rows"], strict=True):
-            table.freeze_rows(rows)
         return new
 
     def copied(self) -> "Trained":
@@ -202,13 +200,11 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
     """One step, with what happens before, in and after it."""
     model, words = trained.model, trained.model.words
     if "lr" in deeds:
-        trained.rows.lr = deeds["lr"] / 5
+        trained.rows.param_groups[0]["lr"] = deeds["lr"] / 5
         trained.dense.param_groups[0]["lr"] = deeds["lr"] / 50
     for deed in ("freeze", "thaw"):
         if deed in deeds:
             words.weight.requires_grad_(deed == "thaw")
-    if "freeze rows" in deeds:
-        words.freeze_rows(sorted({int(ROWS * deeds["freeze rows"]), 0}))
     if "unannounced" in deeds:
         ids_BF = ids_BF.flip(0)
     loss = model(ids_BF)
@@ -234,9 +230,13 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
         if "evaluate" in deeds:
             seen.append(model(trained.program.ids(step if deeds["evaluate"] < 0.5 else 500 + step)))
         if "average" in deeds:
-            live, words.weight = words.weight, nn.Parameter(words.weight.detach() * 0.5)
-            seen.append(model(trained.program.ids(step if deeds["average"] < 0.5 else 500 + step)))
-            words.weight = live
+            live, values = words.weight, words.weight.data
+            if deeds["average"] < 0.7:
+                words.weight = nn.Parameter(values * 0.5)
+            else:
+                live.data = values * 0.5
+            seen.append(model(trained.program.ids(step if deeds["average"] < 0.8 else 500 + step)))
+            words.weight, live.data = live, values
     if "load" in deeds:
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
     rows_VD = words.weight.detach().clone()
@@ -288,7 +288,7 @@ def large(program: Program, count: int) -> list[Tensor]:
     with threads(count):
         table = HostEmbedding(5000, 16 * program.dim, dtype=dtype, padding_idx=3, seed=1)
         rows = row_optimizer(program.rule, nn.ModuleDict({"t": table}), lr=0.05, weight_decay=0.01)
-        for step, deeds in enumerate(program.deeds[:4]):
+        for step, deeds in enumerate(program.deeds[:3]):
             draw = torch.Generator().manual_seed(step)
             ids_N = (torch.rand(6000, generator=draw).square() * 5000).long()
             grads_ND = torch.randn(6000, table.dim, generator=draw, dtype=real)

@@ -219,7 +219,8 @@ def resident(
 ) -> tuple[nn.Module, HostEmbedding, torch.optim.Optimizer]:
     model = nn.Module.__new__(Model)
     nn.Module.__init__(model)
-    model.rows = HostEmbedding.from_pretrained(values.clone(), freeze=False, padding_idx=PADDING)
+    model.rows = HostEmbedding(*values.shape, padding_idx=PADDING)
+    model.rows.weight = nn.Parameter(values.clone())
     region = DataParallel(model, devices)
     return region, model.rows, row_optimizer(rule, region, lr=0.05, weight_decay=0.01)
 
@@ -291,7 +292,6 @@ def test_rows_train_over_a_file_to_the_bits_of_a_resident_table(
     for mode in ("off", "exact"):
         region, table, rows = made(checkpoint, rule, devices)
         assert train(region, table, rows, mode=mode) == losses
-        assert table.frozen_rows == [PADDING]
         with torch.no_grad():
             every = torch.arange(ROWS)
             assert torch.equal(region(every), wanted[0](every))
@@ -324,10 +324,6 @@ def test_more_rows_than_there_is_room_for_are_refused_before_the_step(tmp_path: 
     with pytest.raises(UserError, match="300 rows would be trained, but most_rows is 280"):
         region(torch.arange(ROWS))
     assert all(torch.equal(value, before[key]) for key, value in region.state_dict().items())
-    table.freeze_rows([3, 5])
-    assert table.frozen_rows == copy.deepcopy(table).frozen_rows == [3, 5, PADDING]
-    region.load_state_dict(before)
-    assert table.frozen_rows == [3, 5, PADDING]
     table.weight.requires_grad_(False)
     assert region(torch.arange(ROWS)).shape == (ROWS, DIM)
     for options in ({"train": "all"}, {"most_rows": 0}):
@@ -391,8 +387,6 @@ def test_trained_rows_are_saved_loaded_and_merged(tmp_path: Path, kind: str, sca
     assert save_rows(model, tmp_path / "rows.safetensors") == {
         "rows": 3
     }  # not those that only were looked up
-    page = json.loads((tmp_path / "rows.json").read_text())
-    assert page["tables"] == {"rows": {"rows": 3, "of": ROWS, "width": DIM}}
     again = on_meta()
     host_tables(again, 0, mapped=folder, train="rows")
     load_rows(again, tmp_path / "rows.safetensors")

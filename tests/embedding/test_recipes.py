@@ -49,13 +49,12 @@ def test_what_the_engine_did_is_on_record(
     assert 0 < last["embedding/unique_ratio"] < 1
     assert 0 < last["embedding/conflict_ratio"] <= 1
     assert 0 < last["embedding/bytes_from_devices"] < last["embedding/bytes_to_devices"]
-    for stage in ("dedup", "gather", "h2d", "d2h", "update", "repair", "prepare", "wait"):
+    for stage in ("dedup", "gather", "d2h", "update", "repair", "prepare", "wait"):
         assert last[f"embedding/{stage}_ms"] >= 0
 
 
 def test_rows_of_half_the_size_learn_too(small_clicks: list[str], data_dir: Path) -> None:
-    half = run_with(*small_clicks, "table.dtype=bfloat16", "train.epochs=2")
-    whole = run_with(*small_clicks, "train.epochs=2")
+    half, whole = run_with(*small_clicks, "table.dtype=bfloat16"), run_with(*small_clicks)
     assert half.metrics["log_loss"] == pytest.approx(whole.metrics["log_loss"], rel=0.05)
     assert half.metrics != whole.metrics
     with pytest.raises(UserError, match="use model.dtype=float32, not float64"):
@@ -97,9 +96,9 @@ def small_runs(tmp_path: Path) -> dict[str, list[str]]:
     (tmp_path / "pairs.csv").write_text("\n".join(["user,item", *rows]))
     pairs = [f"data.path={tmp_path / 'pairs.csv'}", "data.negatives=20", "data.valid_fraction=0.1"]
     return {
-        "retrieval": ["recipe=retrieval", *pairs, "model.kind=bag", "train.epochs=2", "train.batch_size=2"],
-        "text": ["recipe=text", *text, "model.dropout=0.2", "table.optimizer=lazy-adam", "train.epochs=2"],
-        "kge": ["recipe=kge", *kge, "train.epochs=2"],
+        "retrieval": ["recipe=retrieval", *pairs, "model.kind=bag", "train.epochs=1", "train.batch_size=2"],
+        "text": ["recipe=text", *text, "model.dropout=0.2", "table.optimizer=lazy-adam", "train.epochs=1"],
+        "kge": ["recipe=kge", *kge, "train.epochs=1"],
         "hybrid": ["recipe=hybrid", "train.batch_size=700", "train.epochs=1"],
     }
 
@@ -121,4 +120,4 @@ def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
     )
     assert (exact.digests, exact.metrics) == (off.digests, off.metrics)
     assert ratios[0] == 0
-    assert ratios[1] > 0.9  # all but those of the first batch, whose forward places the tables
+    assert ratios[1] > 0.8  # all but those of the first batch, whose forward places the tables

@@ -5,7 +5,6 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ from benchmarks.racing import plain
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
-    LazyAdam,
-    RowAdam,
-    RowSGD,
     find_tables,
+    row_optimizer,
     storage,
 )
 from dphybrid.embedding.storage import open_states
@@ -30,26 +27,13 @@ def test_empty_lookups() -> None:
     table = HostEmbedding(20, 4, seed=0)
     none = torch.zeros(0, dtype=torch.int64)
     table(none.view(0, 3)).sum().backward()
-    RowSGD({"t": table}, lr=1.0).step()
+    row_optimizer("sgd", {"t": table}, lr=1.0).step()
     assert torch.equal(table.weight, HostEmbedding(20, 4, seed=0).weight)
-
-
-def test_a_collection_has_the_start_values_of_its_tables(tmp_path: Path) -> None:
-    own: dict[str, Any] = {"std": {"a": 0.5, "b": 0.01}, "padding": {"b": 2}, "seed": 3}
-    filed = HostEmbeddingCollection({"a": 40, "b": 60}, 4, storage="mmap", path=tmp_path, **own)
-    kept = HostEmbeddingCollection({"a": 40, "b": 60}, 4, **own)
-    assert torch.equal(filed.flat.weight, kept.flat.weight)
-    one = HostEmbedding(100, 4, std=1.0, seed=3).weight.detach()
-    assert torch.equal(kept.weight_of("a"), 0.5 * one[:40])
-    assert torch.equal(kept.weight_of("b")[2], torch.zeros(4))
-    assert torch.equal(kept.weight_of("b")[3:], 0.01 * one[43:])
-    with pytest.raises(ValueError, match="std lacks 'b'"):
-        HostEmbeddingCollection({"a": 40, "b": 60}, 4, std={"a": 0.5})
 
 
 def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
     table = HostEmbedding(1000, 8, seed=3, storage="mmap", path=tmp_path)
-    state = RowAdam({"t": table}, lr=0.1).states()
+    state = row_optimizer("adam", {"t": table}, lr=0.1).states()
     assert torch.equal(table.weight, HostEmbedding(1000, 8, seed=3).weight)
     assert state["t.mean"].shape == (1000, 8)
     assert not list(tmp_path.iterdir())
@@ -76,14 +60,13 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -
 
 
 def test_a_collection_is_its_tables_side_by_side() -> None:
-    tables = HostEmbeddingCollection(
-        {"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5}
-    )
-    rows = RowSGD({"flat": tables.flat}, lr=1.0)
+    tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4, padding={"item": 0}, seed=3)
+    assert not tables.flat.weight[30].any()
+    assert torch.equal(tables.flat.weight[:30], HostEmbedding(30, 4, seed=3).weight)
+    rows = row_optimizer("sgd", {"flat": tables.flat}, lr=1.0)
     ids_BF = torch.tensor([[3, 0], [29, 4]])
     rows_BFD = tables(ids_BF)
-    assert torch.equal(rows_BFD[:, 0], tables.weight_of("user")[[3, 29]])
-    assert torch.equal(rows_BFD[:, 1], tables.weight_of("item")[[0, 4]])
+    assert torch.equal(rows_BFD, tables.flat.weight[torch.tensor([[3, 30], [29, 34]])])
     before = tables.flat.weight.detach().clone()
     rows_BFD.sum().backward()
     items_N = tables.flat_ids(torch.tensor([[0], [2]]), slice(1, 2)).flatten()
@@ -143,7 +126,7 @@ def test_tables_and_states_are_reserved_together(monkeypatch: pytest.MonkeyPatch
     if filled:  # the system counts these as used
         monkeypatch.setattr(storage, "available_memory_bytes", lambda: 64 * 2**20)
     with refused("the optimizer's states of its rows are 0.0645 GiB, but 0.0625 GiB of memory are free"):
-        LazyAdam(first, lr=0.1)
+        row_optimizer("lazy-adam", first, lr=0.1)
     with storage.unfilled_rows():
         second = HostEmbedding(rows, 16, seed=0)
     with refused("but 0.0312 GiB of memory are free"), storage.unfilled_rows():
@@ -171,6 +154,9 @@ def test_a_full_disk_is_an_error_before_work(monkeypatch: pytest.MonkeyPatch, tm
     table = HostEmbedding(1000, 8, storage="mmap", path=tmp_path)
     assert len(list(tmp_path.iterdir())) == 0
     monkeypatch.setattr(os, "posix_fallocate", full)
-    for build in (lambda: HostEmbedding(1000, 8, storage="mmap", path=tmp_path), lambda: LazyAdam(table)):
+    for build in (
+        lambda: HostEmbedding(1000, 8, storage="mmap", path=tmp_path),
+        lambda: row_optimizer("lazy-adam", table),
+    ):
         with refused("GiB for rows: No space left on device; choose another folder"):
             build()

@@ -5,21 +5,17 @@ import copy
 import math
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from dphybrid.embedding import (
     CombinedOptimizer,
     HostEmbedding,
-    LazyAdam,
-    RowAdagrad,
     clip_grad_norm_,
     dense_parameters,
     find_tables,
@@ -41,8 +37,8 @@ class Model(nn.Module):
         return out
 
 
-def pair(model: Model, kind: Any = LazyAdam) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(dense_parameters(model), lr=0.01), kind(model.table, lr=0.1)]
+def pair(model: Model, rule: str = "lazy-adam") -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(dense_parameters(model), lr=0.01), row_optimizer(rule, model.table, lr=0.1)]
 
 
 def rows_of(model: nn.Module) -> torch.Tensor:
@@ -122,7 +118,7 @@ def test_a_scaler_skips_and_unscales_rows_and_blocks(together: bool) -> None:
     scaled, plain = Model(), Model()
     plain.load_state_dict(scaled.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    ours, theirs = pair(scaled, RowAdagrad), pair(plain, RowAdagrad)
+    ours, theirs = pair(scaled, "adagrad"), pair(plain, "adagrad")
     if together:
         ours = [CombinedOptimizer(*ours)]
     for step in range(4):
@@ -157,26 +153,6 @@ def test_states_of_rows_return_to_the_host_when_a_trainer_moves_all_states() -> 
     model(IDS).backward()
     one.step()
     assert all(state.device.type == "cpu" for state in one.optimizers[1].states().values())
-
-
-@pytest.fixture
-def two_processes() -> Iterator[None]:
-    """A group of two of which this one is the first, as far as torch can tell."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-def test_one_of_several_copies_is_not_trained(two_processes: None) -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=r"2 processes would train its own copy.*DistributedDataParallel"):
-        model(IDS)
-    with torch.no_grad():
-        model(IDS)
-    model.table.synchronized = True
-    model(IDS).backward()
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from dphybrid.embedding import (
     HostEmbedding,
-    RowAdagrad,
-    RowAdam,
-    RowSGD,
+    RowOptimizer,
     clip_grad_norm_,
     dense_parameters,
+    row_optimizer,
 )
 from dphybrid.embedding.gradients import rows_op
 from dphybrid.parallel import DataParallel
@@ -28,8 +27,8 @@ def changed(table: HostEmbedding, before: Tensor) -> list[int]:
     return rows
 
 
-def trained(table: HostEmbedding, lr: float = 1.0) -> tuple[RowSGD, Tensor]:
-    return RowSGD(table.parameters(), lr=lr), table.weight.detach().clone()
+def trained(table: HostEmbedding, lr: float = 1.0) -> tuple[RowOptimizer, Tensor]:
+    return row_optimizer("sgd", table.parameters(), lr=lr), table.weight.detach().clone()
 
 
 def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:
@@ -46,7 +45,7 @@ def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:
 
 def test_a_learning_rate_of_zero_changes_nothing() -> None:
     table = HostEmbedding(8, 4)
-    rows = RowSGD(table.parameters(), lr=0.0)
+    rows = row_optimizer("sgd", table.parameters(), lr=0.0)
     before = table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     rows.step()
@@ -133,7 +132,7 @@ def test_a_clipped_gradient_is_clipped_once() -> None:
 
 def test_state_and_groups_are_read_in_each_step() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([1])
-    rows = RowAdagrad(table.parameters(), lr=1.0)
+    rows = row_optimizer("adagrad", table.parameters(), lr=1.0)
     table(ids).backward(torch.ones(1, 4))
     for _ in range(2):
         before = table.weight.detach().clone()
@@ -162,7 +161,10 @@ def test_torchs_dense_optimizers_refuse_tables_and_its_sparse_ones_train_them() 
 def test_a_weight_used_as_a_whole_trains_all_rows() -> None:
     table, plain = HostEmbedding(8, 4, dtype=torch.float64), nn.Embedding(8, 4, dtype=torch.float64)
     plain.weight.data.copy_(table.weight)
-    rows, other = RowSGD(table.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    rows, other = (
+        row_optimizer("sgd", table.parameters(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
     for embedding, optimizer in ((table, rows), (plain, other)):
         hidden = embedding(torch.tensor([1, 2, 1]))
         (
@@ -201,8 +203,8 @@ def test_betas_without_a_correction_are_refused_whenever_they_are_set() -> None:
     table = HostEmbedding(8, 4)
     for betas in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)):
         with pytest.raises(UserError, match="betas"):
-            RowAdam(table.parameters(), betas=betas)
-    rows, before = RowAdam(table.parameters()), table.weight.detach().clone()
+            row_optimizer("adam", table.parameters(), betas=betas)
+    rows, before = row_optimizer("adam", table.parameters()), table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     rows.param_groups[0]["betas"] = (1.0, 0.999)
     with pytest.raises(UserError, match=r"betas=\(1.0, 0.999\)"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding, RowAdagrad
+from dphybrid.embedding import HostEmbedding, row_optimizer
 from dphybrid.parallel import DataParallel, resolve_devices, split_sizes
 from tests.parallel.zoo import MODES, Running
 
@@ -125,7 +125,7 @@ def test_a_host_table_before_a_gpu_region_trains_as_on_the_cpu_without_warnings(
         torch.manual_seed(0)
         table = HostEmbedding(50, 5, dtype=torch.float64, seed=1)
         region = DataParallel(mlp(), where)
-        rows = RowAdagrad({"table": table}, lr=0.1)
+        rows = row_optimizer("adagrad", {"table": table}, lr=0.1)
         dense = torch.optim.SGD(region.parameters(), lr=0.1)
         for number in range(5):
             ids = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(number))
