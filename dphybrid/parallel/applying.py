@@ -15,7 +15,6 @@ from torch import nn
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import leaves
 from dphybrid.parallel.scattering import DeviceNames
-from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 from dphybrid.util.threads import use_num_threads
 
@@ -36,8 +35,7 @@ def parallel_apply(
     Args:
         devices: None for the devices of the replicas' first inputs.
         mode: `inline` calls one after the other in this thread (deterministic, works in a debugger),
-            `threads` calls all at once; None: threads if each replica has its own GPU. Always inline inside a
-            transform of torch.func, which other threads do not see.
+            `threads` calls all at once; None: threads if each replica has its own GPU.
     """
     if mode not in (None, "inline", "threads"):
         raise UserError(f"parallel_apply: mode={mode!r}; use inline or threads")
@@ -51,7 +49,7 @@ def parallel_apply(
         )
 
     named = [{}] * count if kwargs is None else kwargs
-    at_once = (resolved.at_once if mode is None else mode == "threads") and count > 1 and not is_transformed()
+    at_once = (resolved.at_once if mode is None else mode == "threads") and count > 1
     enter = _thread_state(resolved, count) if at_once else lambda index: _on(resolved.replicas[index])
 
     def call(index: int) -> object:

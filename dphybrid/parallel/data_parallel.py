@@ -4,9 +4,7 @@ is recorded.
 One class, as in torch. Its methods are in the order of a call.
 """
 
-import inspect
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -16,16 +14,7 @@ from torch import Tensor, nn
 from dphybrid.parallel.applying import parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import as_device, gather
-from dphybrid.parallel.nests import (
-    Parts,
-    Whole,
-    batch_rows,
-    leaves,
-    map_leaves,
-    map_tensors,
-    named_inputs,
-    parts,
-)
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, leaves, map_tensors, parts
 from dphybrid.parallel.replication import (
     copied_and_shared,
     refuse_unsuitable,
@@ -35,8 +24,7 @@ from dphybrid.parallel.replication import (
 from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, shared_tables, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, sizes_of_shares, split_sizes
 from dphybrid.util.compiling import is_exporting, outside_of_graphs
-from dphybrid.util.errors import UserError, suggestion, type_text
-from dphybrid.util.memory import is_out_of_memory
+from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.stages import stage
 
 
@@ -45,13 +33,13 @@ class DataParallel(nn.DataParallel):
 
     Args:
         module: Moved to the first device, where its parameters live.
-        device_ids: Or devices: device text, `Devices`, a list of CUDA indices, texts or torch devices, or
-            None for `DPHYBRID_DEVICES`, else auto.
+        device_ids: Device text, `Devices`, a list of CUDA indices, texts or torch devices, or None for
+            `DPHYBRID_DEVICES`, else auto.
         output_device: Where outputs are joined; the first device by default.
         dim: Batch dimension of inputs and outputs.
-        whole: Names of the module's arguments that every replica gets unsplit.
 
-    Batches are split as by torch.chunk, so a short batch uses fewer devices.
+    Batches are split as by torch.chunk, so a short batch uses fewer devices. Every replica gets a `Whole`
+    input unsplit.
 
     docs/data-parallel.md lists all differences from torch.nn.DataParallel. The main ones:
     devices may be virtual; inputs and outputs that cannot be split or joined raise an error that names them;
@@ -66,32 +54,22 @@ class DataParallel(nn.DataParallel):
         device_ids: DeviceNames | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
-        *,
-        devices: DeviceNames | None = None,
-        whole: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # not nn.DataParallel's, which needs GPUs and the module on the first
         if not isinstance(module, nn.Module):
             raise UserError(f"DataParallel: {type_text(module)} is not a module; give an nn.Module")
-        if devices is not None and device_ids is not None:
-            raise UserError(
-                f"DataParallel: device_ids={device_ids!r} and devices={devices!r} name the same thing; give "
-                "one of them"
-            )
         for step in ("scatter", "gather"):
             if getattr(type(self), step) is not getattr(nn.DataParallel, step):
                 raise UserError(
                     f"DataParallel: {type(self).__name__} overrides {step}, which is not called here. Pass "
-                    "tensors, pytrees or dataclasses, or subclass torch.nn.DataParallel"
+                    "tensors or pytrees, or subclass torch.nn.DataParallel"
                 )
-        self.use_devices(resolve_devices(device_ids if devices is None else devices))
+        self.use_devices(resolve_devices(device_ids))
         home = self.devices.home
         if len(self.devices) > 1:
             refuse_unsuitable(module)
         self.module = module.to(home)
         self.dim = dim
-        self.whole = frozenset([whole] if isinstance(whole, str) else whole)
-        self._positional = _positional(module, self.whole) if self.whole else []
         self._target = _output_device(output_device, home)
         self.output_device = self._target  # type: ignore[assignment] # torch keeps an index
         self.src_device_obj = home
@@ -117,8 +95,6 @@ class DataParallel(nn.DataParallel):
 
     @outside_of_graphs
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if self.whole:
-            inputs, kwargs = self.with_wholes(inputs, kwargs)
         rows = batch_rows(inputs, kwargs, self.dim)
         if not rows:  # no tensor, or an empty batch: call the module once, on the first device
             return self._on_first_device(inputs, kwargs)
@@ -129,34 +105,12 @@ class DataParallel(nn.DataParallel):
             replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
         with stage("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(sizes)])
-        try:
-            outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
-        except Exception as error:
-            if len(sizes) > 1 and not is_out_of_memory(error):
-                # The traceback shows only the inside of the module; users can change what they pass to it.
-                _note_shares(error, inputs, kwargs, self.dim, sizes)
-            raise
+        outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         self._record.note(
             (sizes_of_shares((inputs, kwargs), sizes, self.dim), tuple(map(first_size, outputs)))
         )
         with stage("gather"):
             return gather(outputs, self._target, self.dim, sizes)
-
-    def with_wholes(
-        self, inputs: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the arguments with those named in `whole` wrapped in `Whole`. `Parts` in them are joined
-        first."""
-
-        def joined(leaf: object) -> object:
-            return leaf.joined(self.devices.home, self.dim) if isinstance(leaf, Parts) else leaf
-
-        def wrapped(name: str, value: object) -> object:
-            return Whole(map_leaves(joined, value)) if name in self.whole else value
-
-        names = itertools.chain(self._positional, itertools.repeat(""))
-        positional = tuple(wrapped(name, value) for name, value in zip(names, inputs, strict=False))
-        return positional, {name: wrapped(name, value) for name, value in kwargs.items()}
 
     @outside_of_graphs
     def rows(self, table: RowSource, ids: Tensor) -> Tensor | Parts:
@@ -239,30 +193,6 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
-
-
-def _positional(module: nn.Module, whole: frozenset[str]) -> list[str]:
-    """Return the names of a module's positional arguments. Raises UserError if it lacks one of `whole`."""
-    arguments = inspect.signature(module.forward).parameters
-    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
-        for name in whole - arguments.keys():
-            hint = suggestion(name, list(arguments))
-            raise UserError(f"DataParallel: whole has {name!r}, which the module does not take{hint}")
-    of_any_kind = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [name for name, argument in arguments.items() if argument.kind in of_any_kind]
-
-
-def _note_shares(
-    error: Exception, inputs: tuple[object, ...], kwargs: dict[str, object], dim: int, sizes: list[int]
-) -> None:
-    """Add a note to a replica's error: how the inputs were split, and which mistakes may be the cause."""
-    tensors = [(path, leaf) for path, leaf in named_inputs(inputs, kwargs) if isinstance(leaf, Tensor)]
-    shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors) or "rows"
-    error.add_note(
-        f"DataParallel split {shapes} on dim {dim} into shares of {sizes} rows. If the module works without "
-        "a split: give a single sample a batch dim (x.unsqueeze(0)), and wrap what all samples share, such "
-        "as a mask or class weights, in Whole(...) or name it in whole=[...]"
-    )
 
 
 def _output_device(wanted: int | str | torch.device | None, home: torch.device) -> torch.device:

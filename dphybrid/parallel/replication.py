@@ -13,7 +13,6 @@ from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from dphybrid.parallel.devices import resolve_devices
 from dphybrid.parallel.scattering import DeviceNames, SharedTable, shared_tables
-from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 
@@ -106,8 +105,6 @@ def replicate_modules(
     tensors, rest = list(shared.values()), [b for key, b in buffers.items() if key not in shared]
     if detach or not tensors:
         flat = [*tensors, *_copies(tensors, devices)]
-    elif is_transformed():
-        flat = [*tensors, *(t.to(device, copy=True) for device in devices[1:] for t in tensors)]
     else:
         flat = list(_Broadcast.apply(devices, *tensors))
     flat_rest = [*rest, *_copies(rest, devices)]

@@ -12,9 +12,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.nests import Parts, Whole, batch_rows, flatten, map_tensors
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_leaf, map_leaves, map_tensors
 from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError, type_text
 
@@ -22,7 +23,7 @@ DeviceNames = str | Devices | Sequence[int | str | torch.device]
 
 
 def scatter(inputs: object, devices: DeviceNames, dim: int = 0) -> list[Any]:
-    """Split every tensor of a nest (pytrees, dataclasses) on `dim`; return one nest per used device.
+    """Split every tensor of a nest (torch's pytrees) on `dim`; return one nest per used device.
 
     Every device gets all `Whole` values and everything that is not a tensor. Raises UserError for tensors
     with different numbers of rows, and for unknown containers of tensors.
@@ -46,10 +47,11 @@ def scatter_kwargs(
 def split(value: object, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
     """Split a value that `batch_rows` has checked; return one value per device. sizes: rows of each device. A
     tensor that is passed twice stays one tensor in each share."""
-    of_value, rebuilt = flatten(value)
+    of_value, spec = pytree.tree_flatten(value, is_leaf)
     unique = {id(leaf): leaf for leaf in of_value}
     parts_of = {key: _split_leaf(leaf, devices, sizes, dim) for key, leaf in unique.items()}
-    return [rebuilt([parts_of[id(leaf)][j] for leaf in of_value]) for j in range(len(devices))]
+    shares_of = ([parts_of[id(leaf)][j] for leaf in of_value] for j in range(len(devices)))
+    return [pytree.tree_unflatten(share, spec) for share in shares_of]
 
 
 def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
@@ -62,7 +64,10 @@ def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], di
         ]
     if isinstance(leaf, Whole):
         copies = [partial(Tensor.to, device=device, non_blocking=True, copy=True) for device in devices]
-        return [map_tensors(copy, leaf.value) for copy in copies]
+        value = map_leaves(
+            lambda part: part.joined(devices[0], dim) if isinstance(part, Parts) else part, leaf.value
+        )
+        return [map_tensors(copy, value) for copy in copies]
     if isinstance(leaf, Parts):
         rows = [part.shape[dim] for part in leaf.tensors]
         if rows != sizes:
@@ -104,15 +109,15 @@ class SharedTable(RowSource, Protocol):
         """Return what replica `index` has in place of the table."""
         ...
 
+    def shared_copy(self) -> nn.Module:
+        """Return a copy that has the same rows, and may be placed on other devices."""
+        ...
+
 
 def shared_tables(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the tables inside a module by name, without the parts of which they consist."""
-    tables: dict[str, nn.Module] = {}
-    for name, part in module.named_modules():
-        shared = isinstance(cast(object, part), SharedTable)
-        if shared and not any(name.startswith(f"{outer}.") for outer in tables):
-            tables[name] = part
-    return tables
+    """Return the tables inside a module by name."""
+    parts = module.named_modules()
+    return {name: part for name, part in parts if isinstance(cast(object, part), SharedTable)}
 
 
 class _Region(Protocol):

@@ -15,7 +15,7 @@ from tests.shifting import shifted
 
 
 @pytest.mark.parametrize("make", SHAPES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("devices", [2, 3, 5, 8])
+@pytest.mark.parametrize("devices", [3, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_that_of_a_copy_a_share_whose_first_keeps_its_buffers(
     make: Callable[[], nn.Module], devices: int, mode: str
@@ -42,7 +42,7 @@ def test_a_step_is_that_of_a_copy_a_share_whose_first_keeps_its_buffers(
 @pytest.mark.parametrize(
     "make", [m for m in SHAPES if m not in (mlp_batchnorm, spectral_norm)], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_networks_without_batch_state_equal_themselves_unsplit(
     make: Callable[[], nn.Module], devices: int, mode: str
@@ -50,7 +50,7 @@ def test_networks_without_batch_state_equal_themselves_unsplit(
     torch.manual_seed(1)
     module = make().double()
     region = Running(module, f"cpu*{devices}", mode)
-    for rows in (1, 2, 7, 11, 33):
+    for rows in (1, 2, 11):
         x = torch.randn(rows, *SHAPES[make], dtype=torch.float64, requires_grad=True)
         found = []
         for each in (region, module):

@@ -2,12 +2,10 @@
 
 import copy
 import random
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -136,7 +134,7 @@ class Looked(nn.Module):
         (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True)),
          "self.running_mean"),
         (lambda: Looked(scale_grad_by_freq=True), "embedding.weight: its gradient"),
-        (Counted, "self.calls"),
+        (Counted, "its output"),
     ],
 )  # fmt: skip
 def test_what_only_training_does_across_the_batch_is_found(
@@ -185,12 +183,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=False)
 
 
-class Hooked(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 6)
-        self.register_forward_hook(lambda module, inputs, output: (output, output[:, :2]))
-
-
 class Attention(nn.Module):
     """The gradient of the key's bias is zero but for rounding."""
 
@@ -203,21 +195,6 @@ class Attention(nn.Module):
         return ((q @ k.transpose(1, 2)).softmax(-1) @ v).flatten(1)
 
 
-class Sorted(nn.Module):
-    """Packs the batch by length, longest first, and puts it back in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRU(2, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = 1 + x.argmax(1) % 3
-        order = lengths.argsort(descending=True)
-        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 3, 2)[order], lengths[order], True)
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], True, total_length=3)
-        return out[order.argsort()]
-
-
 class Forces(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -227,12 +204,6 @@ class Forces(nn.Module):
         x = x.detach().requires_grad_()
         energy = self.layers(x).sum(1)
         return energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
-
-
-def reversed_in_backward(x: Tensor) -> Tensor:
-    x = x * 1
-    x.register_hook(lambda grad: -grad)
-    return x
 
 
 class Experts(nn.Module):
@@ -249,46 +220,21 @@ class Experts(nn.Module):
         return out
 
 
-class Follows(nn.Module):
-    """Has a layer whose weights follow those of another, which is right where they are changed in place."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.layer, self.slow, self.in_place = nn.Linear(6, 6), nn.Linear(6, 6), in_place
-        self.slow.load_state_dict(self.layer.state_dict())
-        self.slow.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for slow, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
-            if self.in_place:
-                slow.lerp_(fast.detach(), 0.1)
-            else:
-                slow.data = slow.data.lerp(fast.detach(), 0.1)
-        return self.layer(x) - self.slow(x)
-
-
 ALIKE: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Dropout1d(0.5), nn.RReLU()),
     "noise": lambda: Trains(lambda x: x + torch.randn_like(x) * torch.rand(len(x), 1)),
-    "depth by chance": lambda: Trains(lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.7) / 0.7),
     "layers by chance": lambda: Trains(lambda x: x * 2 if random.random() < 0.5 else x),
-    "gumbel": lambda: Trains(lambda x: F.gumbel_softmax(x, hard=True)),
     "attention with dropout": Attends,
     "recurrent": Recurs,
     "checkpointed": Checkpointed,
     "cache": Cached,
-    "a hook that changes the output": Hooked,
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
-    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(6, 6)),
     "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (3, 2)), nn.BatchNorm1d(3)),
     "sparse": lambda: Looked(sparse=True),
     "a key's bias, whose gradient is rounding": Attention,
-    "sorted inside": Sorted,
     "forces": Forces,
-    "gradient reversal": lambda: Trains(reversed_in_backward),
     "experts": Experts,
     "complex": lambda: Trains(torch.fft.rfft),
-    "a loss of another type": lambda: Trains(lambda x: x.double().square().mean(1)),
     "not a number": lambda: Trains(lambda x: x / 0 * 0),
 }
 
@@ -297,10 +243,7 @@ ALIKE: dict[str, Callable[[], nn.Module]] = {
     ("name", "dtype"),
     [
         *((name, torch.float32) for name in ALIKE),
-        *(
-            (name, torch.float64)
-            for name in ("dropout", "noise", "recurrent", "batch norm", "forces", "complex")
-        ),
+        *((name, torch.float64) for name in ("dropout", "recurrent", "batch norm", "complex")),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -311,10 +254,10 @@ def test_what_trains_alike_split_and_unsplit_raises_no_alarm(name: str, dtype: t
     grads = {parameter: torch.ones_like(parameter) for parameter in region.parameters()}
     for parameter, grad in grads.items():
         parameter.grad = grad
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    states = torch.get_rng_state(), random.getstate()
     assert check_split(region, x.requires_grad_()).startswith("the same results")
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert (random.getstate(), np.random.get_state()[2]) == states[1:]
+    assert random.getstate() == states[1]
     assert x.grad is None
     assert all(parameter.grad is grad for parameter, grad in grads.items())
     assert all(torch.equal(value, before[key]) for key, value in region.state_dict().items())
@@ -374,52 +317,34 @@ def test_tables_share_their_rows_with_the_copies_and_are_compared(devices: str) 
     assert sorted(model.table.weight.grad.coalesce().indices()[0].tolist()) == ids.tolist()
 
 
-def test_random_numbers_of_others_are_not_compared() -> None:
-    region = DataParallel(Trains(lambda x: x + torch.from_numpy(np.random.rand(len(x), 1)).float()), "cpu*2")
-    assert "not compared: the model draws random numbers" in check_split(region, torch.randn(8, 6))
-
-
 class Keeps(nn.Module):
-    """Divides by what it holds and then writes there; `held` is made by a function, `write` changes it."""
+    """Writes into what it holds, or replaces it."""
 
-    def __init__(self, held: Any, write: Callable[[Any, float], Any], read: Callable[[Any], Any]) -> None:
+    def __init__(self, held: Any, write: Callable[[Any, float], Any]) -> None:
         super().__init__()
-        self.layer, self.write, self.read = nn.Linear(6, 6), write, read
-        self.held = held
+        self.layer, self.held, self.write = nn.Linear(6, 6), held, write
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(x) / (1 + self.read(self.held))
+        out = self.layer(x)
         new = self.write(self.held, float(out.detach().abs().mean()))
         if new is not None:
             self.held = new
         return out
 
 
-def number(held: Any) -> float:
-    return 0.0
-
-
 WRITES: dict[str, Callable[[], nn.Module]] = {
-    "a number": lambda: Keeps(0.0, lambda held, z: held + z, float),
-    "a number that is not read": lambda: Keeps(0, lambda held, z: held + 1, number),
-    "a dict": lambda: Keeps({"a": 0.0}, lambda held, z: held.update(a=z), lambda held: held["a"]),
-    "a list": lambda: Keeps([0.0], lambda held, z: held.append(z), sum),
-    "a list of lists": lambda: Keeps({"a": [[]]}, lambda held, z: held["a"][0].append(z), number),
-    "a set": lambda: Keeps(set(), lambda held, z: held.add(z), number),
-    "a deque": lambda: Keeps(deque([0.0], 4), lambda held, z: held.append(z), sum),
-    "an array": lambda: Keeps(np.zeros(1), lambda held, z: held.__setitem__(0, z), lambda held: held[0]),
-    "tensors in a list": lambda: Keeps([torch.zeros(1)], lambda held, z: held[0].add_(z) and None, number),
+    "tensors in a list": lambda: Keeps([torch.zeros(1)], lambda held, z: held[0].add_(z) and None),
     "a parameter": lambda: Keeps(
-        nn.Parameter(torch.zeros(1)), lambda held, z: nn.Parameter(held.detach() + z), torch.detach
+        nn.Parameter(torch.zeros(1)), lambda held, z: nn.Parameter(held.detach() + z)
     ),
     "a parameter's data": lambda: Keeps(
-        nn.Parameter(torch.zeros(1)), lambda held, z: held.data.add_(z) and None, torch.detach
+        nn.Parameter(torch.zeros(1)), lambda held, z: held.data.add_(z) and None
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_state_is_found_in_whatever_holds_it(name: str) -> None:
+def test_tensors_that_a_forward_writes_are_compared(name: str) -> None:
     torch.manual_seed(0)
     module = WRITES[name]()
     region = DataParallel(nn.Sequential(nn.Tanh(), module), "cpu*3")
@@ -478,22 +403,9 @@ def test_all_calls_and_the_gradients_of_inputs_are_compared() -> None:
         check_split(CentredLate("cpu*3", late=False), x)
 
 
-class Beside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = (
-            DataParallel(nn.Linear(6, 6), "cpu*3"),
-            DataParallel(nn.Linear(6, 6), "cpu*3"),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
 def test_what_was_not_compared_is_said() -> None:
     region = DataParallel(nn.Softmax(0), "cpu*3")
     assert "not compared: no DataParallel was called with two rows" in check_split(region, torch.randn(1, 6))
-    assert "unused was not split, so it was not compared" in check_split(Beside(), torch.randn(7, 6))
     with pytest.raises(UserError, match="contains no DataParallel"):
         check_split(nn.Softmax(0), torch.randn(5, 3))
 
@@ -532,13 +444,11 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
     "weights that are summed": (weighted, SAMPLES, torch.rand(8)),
     "weights of the features": (torch.mul, torch.randn(2, 2), torch.rand(2)),
-    "normalised weights": (lambda x, w: x * w.softmax(0)[:, None], SAMPLES, torch.rand(8)),
     "weights of the classes": (
         lambda x, w: F.cross_entropy(x, x.argmax(1), w, reduction="none"),
         torch.randn(8, 8),
         torch.rand(8),
     ),
-    "a matrix": (lambda x, w: x @ w, torch.randn(3, 3), torch.rand(3, 3)),
     "a mask of as many steps": (masked, torch.randn(4, 4, 6), torch.ones(4, 4).tril().bool()),
     "a mask that would be broadcast": (masked, torch.randn(2, 2, 6), torch.ones(2, 2).tril().bool()),
 }
@@ -550,7 +460,6 @@ def test_a_shared_tensor_is_found(name: str, devices: str) -> None:
     function, x, shared = SHARED[name]
     with pytest.raises(UserError, match=r"wrap what all samples share in Whole|fails when split"):
         check_split(DataParallel(Does(function), devices), x, shared)
-    if name != "normalised weights":  # whose gradient is a matter of all samples
-        region = DataParallel(Does(function), devices)
-        torch.testing.assert_close(region(x, Whole(shared)), function(x, shared))
-        check_split(region, x, Whole(shared))
+    region = DataParallel(Does(function), devices)
+    torch.testing.assert_close(region(x, Whole(shared)), function(x, shared))
+    check_split(region, x, Whole(shared))

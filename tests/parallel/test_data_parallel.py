@@ -71,18 +71,3 @@ def test_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DPHYBRID_DEVICES", "gpu7")
     with pytest.raises(UserError, match="cannot read 'gpu7'"):
         DataParallel(nn.Linear(3, 3))
-
-
-def test_hooks_of_a_state_dict_are_called_as_for_torchs_class() -> None:
-    regions = nn.DataParallel(nn.Linear(2, 2)), DataParallel(nn.Linear(2, 2), "cpu*2")
-    seen: dict[int, list[object]] = {0: [], 1: []}
-    for number, region in enumerate(regions):
-        calls = seen[number]
-        region.register_state_dict_pre_hook(lambda _, prefix, keep, calls=calls: calls.append((prefix, keep)))
-        region.register_state_dict_post_hook(
-            lambda _, state, prefix, version, calls=calls: calls.append((len(state), prefix, version))
-        )
-        region.state_dict(prefix="net.", keep_vars=True)
-        nn.Sequential(region).state_dict()
-    assert seen[0] == seen[1]
-    assert len(seen[1]) == 4

@@ -5,6 +5,7 @@ import types
 from array import array
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ class Slotted:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
+
+
+@dataclass
+class Fields:
+    x: Tensor
 
 
 class Batch(dict):  # type: ignore[type-arg]
@@ -71,7 +77,6 @@ def nested() -> Tensor:
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: DataParallel(nn.Identity(), TWO, devices=TWO), "name the same thing; give one of them"),
     (lambda: wraps(devices="cuda:97"), "does not exist"),
     (lambda: wraps(output_device="cuda:7"), "output_device='cuda:7' does not exist"),
     (lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))), "module '0' is data-parallel itself"),
@@ -103,6 +108,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: takes(row for row in X), "a generator can be read only once, by the first replica"),
     (lambda: takes(X.numpy()), "a ndarray is not split; give torch.from_numpy(...)"),
     (lambda: takes(Carrier(X)), "carries tensors that cannot be split"),
+    (lambda: takes(Fields(X)), "a Fields carries tensors ... register the class"),
     (lambda: takes(Batch(X)), "a Batch carries tensors that cannot be split ... register the class"),
     (lambda: computes(torch.sum), 'a 0-dim tensor has no dim 0 to join on ... reduction="none"'),
     (lambda: gives({"n": 1.0}, {"n": 2.0}), "output['n']: a float cannot be joined over replicas"),
@@ -165,24 +171,8 @@ def test_it_is_refused_by_name_with_the_remedy(wrong: Callable[[], object], told
         wrong()
 
 
-def test_one_device_and_one_name_need_no_list() -> None:
+def test_one_device_needs_no_list() -> None:
     assert DataParallel(nn.Linear(3, 3), torch.device("cpu")).devices.text == "cpu"  # type: ignore[arg-type]
-    region = DataParallel(Does(lambda x, mask: x + mask.sum()), TWO, whole="mask")
-    assert region(X, mask=torch.ones(3)).shape == X.shape
-
-
-class Masked(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x * mask[0]
-
-
-def test_whole_names_arguments_however_they_are_given() -> None:
-    mask = torch.arange(float(X.numel())).view_as(X)
-    region = DataParallel(Masked(), TWO, whole=["mask"])
-    for out in (region(X, mask), region(X, mask=mask), region(mask=mask, x=X)):
-        assert torch.equal(out, X * mask[0])
-    with pytest.raises(UserError, match="'maks', which the module does not take; did you mean 'mask'"):
-        DataParallel(Masked(), TWO, whole=["maks"])
 
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:
@@ -191,28 +181,6 @@ def test_a_mode_that_does_not_exist_is_refused() -> None:
 
 
 SAMPLES = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(
-    ("module", "given"),
-    [
-        (nn.Linear(8, 3), (torch.ones(8),)),
-        (nn.Conv2d(1, 2, 3), (torch.ones(1, 9, 9),)),
-        (nn.LSTM(3, 4, batch_first=True), (torch.ones(6, 3),)),
-        (Does(lambda x, ids: x[ids]), (SAMPLES, torch.arange(8))),
-    ],
-)
-def test_an_error_in_a_replica_says_what_was_split_and_what_may_be_meant(
-    module: nn.Module, given: tuple[Tensor, ...]
-) -> None:
-    region = DataParallel(module, "cpu*2")
-    try:
-        out = region(*given)
-    except (RuntimeError, ValueError, IndexError, UserError) as error:
-        told = f"{error} {' '.join(error.__notes__) if hasattr(error, '__notes__') else ''}"
-        assert "batch dim" in told or "return the batch on dim" in told
-    else:
-        torch.testing.assert_close(out, module(*given))
 
 
 ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

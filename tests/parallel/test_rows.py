@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, RowPipeline, row_optimizer
-from dphybrid.parallel import DataParallel, Parts, parts
+from dphybrid.parallel import DataParallel, Parts, Whole, parts
 from dphybrid.util.errors import UserError
 
 BATCHES = [
@@ -131,12 +131,12 @@ def test_rows_for_all_replicas() -> None:
             return own_BD @ all_KD.T
 
     table, ids = HostEmbedding(60, 4, seed=0), torch.arange(7)
-    region = DataParallel(Scores(), "cpu*3", whole=["all_KD"])
+    region = DataParallel(Scores(), "cpu*3")
     with torch.no_grad():
-        scores = region(region.rows(table, ids), all_KD=region.rows(table, ids))
+        scores = region(region.rows(table, ids), all_KD=Whole(region.rows(table, ids)))
     torch.testing.assert_close(scores, table(ids) @ table(ids).T)
     before, optimizer = table.weight.detach().clone(), row_optimizer("sgd", {"t": table}, lr=1.0)
-    region(region.rows(table, ids), all_KD=region.rows(table, ids)).sum().backward()
+    region(region.rows(table, ids), all_KD=Whole(region.rows(table, ids))).sum().backward()
     optimizer.step()
     torch.testing.assert_close((before - table.weight)[:7], (2 * before[:7].sum(0)).expand(7, 4))
 

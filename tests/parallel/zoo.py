@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,10 +63,6 @@ def lstm() -> nn.Module:
     return Recurrent(nn.LSTM)
 
 
-def gru() -> nn.Module:
-    return Recurrent(nn.GRU)
-
-
 def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
 
@@ -78,43 +73,8 @@ def cnn() -> nn.Module:
     )
 
 
-class Capsules(nn.Module):
-    """Capsule layer with routing by agreement (Sabour et al. 2017): x (B, 6, 6) holds 6 capsules of width 6;
-    returns (B, 3, 4)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * torch.randn(6, 3, 4, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes_BIJD = torch.einsum("ijde,bie->bijd", self.weight, x)
-        logits_BIJ = torch.zeros(votes_BIJD.shape[:3], dtype=x.dtype, device=x.device)
-        for _ in range(3):
-            joined_BJD = (logits_BIJ.softmax(2)[..., None] * votes_BIJD).sum(1)
-            norm_BJ1 = joined_BJD.norm(dim=2, keepdim=True)
-            capsules_BJD = joined_BJD * norm_BJ1 / (1 + norm_BJ1.square())
-            logits_BIJ = logits_BIJ + (votes_BIJD * capsules_BJD[:, None]).sum(3)
-        return capsules_BJD
-
-
-def weight_norm() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 3))
-
-
 def spectral_norm() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), nn.Linear(4, 3))
-
-
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(3)])
-        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.randn(6))})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x + self.named["shift"]
 
 
 class Tied(nn.Module):
@@ -133,12 +93,8 @@ class Tied(nn.Module):
 SHAPES: dict[Callable[[], nn.Module], tuple[int, ...]] = {
     mlp_batchnorm: (6,),
     lstm: (4, 6),
-    gru: (4, 6),
     transformer: (4, 6),
     cnn: (1, 6, 6),
-    Capsules: (6, 6),
-    weight_norm: (6,),
     spectral_norm: (6,),
-    Listed: (6,),
     Tied: (6,),
 }

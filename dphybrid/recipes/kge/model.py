@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, rank_rows
 from dphybrid.embedding.ranking import dot_products
-from dphybrid.parallel import DataParallel, Parts
+from dphybrid.parallel import DataParallel, Parts, Whole
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.kge import KgeModelConfig
 from dphybrid.util.errors import UserError
@@ -140,9 +140,10 @@ class TripleModel(nn.Module):
         if "negatives_K" not in batch:
             return self._rank(batch, triple)
         ids_K = batch["negatives_K"]
-        # Each device fetches a share of the others' rows; `whole` below gives every device all of them.
-        others_KD = self.region.rows(self.entities, ids_K)
-        loss_B = self.region(*triple, (batch["heads_B"], batch["tails_B"]), others_KD=others_KD, ids_K=ids_K)
+        # Each device fetches a share of the others' rows, and every device gets all of them.
+        others_KD, numbers_K = Whole(self.region.rows(self.entities, ids_K)), Whole(ids_K)
+        asked = batch["heads_B"], batch["tails_B"]
+        loss_B = self.region(*triple, asked, others_KD=others_KD, ids_K=numbers_K)
         # Each triple has two answers.
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
@@ -172,5 +173,5 @@ def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
     penalty = o.penalty / math.sqrt(density)
     region = _TripleRegion(o.kind, o.dim, num_entities, int(info["num_relations"]), penalty)
     entities = context.table(num_entities, o.dim, name="entities", std=_STD)
-    blocks = DataParallel(region, context.devices, whole=("others_KD", "ids_K"))
+    blocks = DataParallel(region, context.devices)
     return TripleModel(entities, blocks, o.kind)
