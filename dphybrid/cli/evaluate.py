@@ -55,15 +55,14 @@ class Flags(Command):
         from dphybrid.training.display import preparation_progress
 
         checkpoint, size = find_checkpoint(self.model, load_settings()), self.batch_size
-        with preparation_progress() as progress:
-            found = evaluate_checkpoint(
-                checkpoint,
-                Path(self.data.path),
-                lambda: open_predictor(checkpoint, self.devices, size or 1024),
-                lambda: model_from_checkpoint(checkpoint, self.devices),
-                batch_size=size,
-                on_progress=progress,
-            )
+        found = evaluate_checkpoint(
+            checkpoint,
+            Path(self.data.path),
+            lambda: open_predictor(checkpoint, self.devices, size or 1024),
+            lambda: model_from_checkpoint(checkpoint, self.devices),
+            batch_size=size,
+            on_progress=preparation_progress(),
+        )
         print(found.text())
         if out:
             write_text(out, found.page(f"{self.model} on {Path(self.data.path).name}"))

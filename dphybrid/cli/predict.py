@@ -98,8 +98,7 @@ class Flags(Command):
         if self.out is None:
             print_predictions(predictor, path, **given)
             return 0
-        with preparation_progress() as progress:
-            done = predictor.predict_file(path, self.out, progress, **given)
+        done = predictor.predict_file(path, self.out, preparation_progress(), **given)
         print("\n".join(predictor.summary(done)))
         return 0
 

@@ -186,9 +186,6 @@ class TrainConfig(Section):
     so that the result is that of the whole batch, with a part of its memory."""
     limit_batches: int = Field(default=0, ge=0)
     """Batches of each epoch that are trained, to try things out. 0: all."""
-    overfit_batches: int = Field(default=0, ge=0)
-    """Train on the rows of this many batches, the same in each epoch: a training loss that does not fall
-    towards zero means a bug. 0: off."""
     lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -250,8 +247,6 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=1)
     """How many of the checkpoints with the best validation metric to keep."""
-    keep_every: int = Field(default=0, ge=0)
-    """Also keep each checkpoint whose step is a multiple of this number. 0: none."""
     # MLflow addresses models as models:/NAME/VERSION, so that a name can hold neither slash nor colon.
     register_as: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[^/:]+$")
     """Name in MLflow's model registry; the best checkpoint becomes its newest version, with the alias

@@ -113,8 +113,6 @@ class Settings(BaseSettings):
     once."""
     cluster_restarts: int = Field(default=3, ge=0)
     """How often the ranks of a run are restarted from its newest checkpoint after one has died."""
-    profile: str | None = None
-    """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default=EXPERIMENT, min_length=1)
     """MLflow experiment that holds the runs. dphybrid: an experiment for each recipe, dphybrid/RECIPE."""
     lease_dir: Path = Path("/var/lock/dphybrid")
@@ -150,17 +148,6 @@ class Settings(BaseSettings):
         if value and not value.isprintable():
             raise ValueError("has a character that no address has; correct it")
         return value
-
-    @field_validator("profile")
-    @classmethod
-    def _steps(cls, value: str | None) -> str | None:
-        _steps_of(value)
-        return value
-
-    @property
-    def profile_steps(self) -> range:
-        """The steps to profile; empty by default."""
-        return _steps_of(self.profile)
 
     @field_validator("training_hours")
     @classmethod
@@ -201,16 +188,6 @@ class Settings(BaseSettings):
     @property
     def mlflow_dir(self) -> Path:
         return self.data_dir / "mlflow"
-
-
-def _steps_of(text: str | None) -> range:
-    """Return the steps that a text FIRST-LAST names. Raises ValueError."""
-    if not text:  # an empty variable counts as unset
-        return range(0)
-    first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash) and 1 <= int(first) <= int(last or first)):
-        raise ValueError("give steps as FIRST-LAST, counted from 1, such as 20-24")
-    return range(int(first), int(last or first) + 1)
 
 
 def load_settings(**given: object) -> Settings:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Dataset, Prepared
-from dphybrid.data.batches import FirstRows
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import Devices, resolve_devices
 from dphybrid.recipes.context import ModelContext
@@ -35,7 +34,6 @@ _FIXED = (
     "train.seed",
     "train.batch_size",
     "train.shuffle_rows",
-    "train.overfit_batches",
     "data.",
 )
 """Values that a resumed run cannot change."""
@@ -134,9 +132,7 @@ class Experiment:
     @property
     def training_rows(self) -> Dataset:
         """The rows of an epoch, in the recipe's form."""
-        rows = self.recipe.training_rows(self.data.dataset("train"), self.data.info, self.config.model)
-        few = self.config.train.overfit_batches * self.config.train.batch_size
-        return FirstRows(rows, few) if few else rows
+        return self.recipe.training_rows(self.data.dataset("train"), self.data.info, self.config.model)
 
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
         """Build the model with its initial values. rows: data that the model may read; see `ModelContext`."""

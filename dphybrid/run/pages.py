@@ -30,8 +30,7 @@ class TrainedPage(Page):
 
 
 class ResultPage(TrainedPage):
-    """`result.json`: the results of training. checkpoint: the latest one. steps_timed: how many steps
-    `step_ms` is about."""
+    """`result.json`: the results of training. checkpoint: the latest one."""
 
     DEPTH: ClassVar[int] = 2
 
@@ -40,7 +39,6 @@ class ResultPage(TrainedPage):
     devices: str
     system: dict[str, float]
     history: list[dict[str, float]]
-    steps_timed: int
 
     @classmethod
     def before(cls, run_folder: Path) -> Self | None:

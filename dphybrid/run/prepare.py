@@ -16,8 +16,7 @@ def prepare(
     the config with the values that depend on it. Raises UserError for data that cannot be used."""
     with naming(settings.data_dir):
         make_folder(settings.data_dir)
-    with preparation_progress() as progress:
-        data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
+    data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, preparation_progress())
     print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)
     print(printable("\n".join(_summary(data, most_lines))), flush=True)
     config, sizes = recipe.sized(config, len(data.dataset("train")), data.info)

@@ -40,7 +40,7 @@ _MALFORMED = (KeyError, ValueError, TypeError, AttributeError)
 _NOTE_TAG = "mlflow.note.content"
 _DETAILS = re.compile(
     r"(?!system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))$)"
-    r"(?:timing|timing_share|embedding|split|system)/|perf/step_ms_|train/lr"
+    r"(?:timing|timing_share|embedding|split|system)/|train/lr"
 )
 """Metrics that stay in the record: MLflow's pages take about twenty."""
 

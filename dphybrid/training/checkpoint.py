@@ -13,7 +13,7 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import Field
@@ -38,8 +38,6 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.pages import LaterVersion, Page
 
-# Raise it with each change of what the files hold: an older checkpoint is then refused instead of misread.
-_FORMAT = 4
 STATE = "state.json"
 _LARGEST_PAGE = 2**28
 """Bytes of a `state.json`: a thousand times those of an ordinary one."""
@@ -119,10 +117,6 @@ class CheckpointState(Page):
         sha256: Checksums of the other files.
     """
 
-    VERSION: ClassVar[int] = _FORMAT
-    COUNTER: ClassVar[str] = "format"
-
-    format: int = _FORMAT
     since_full: int = 0
     progress: Progress
     config: dict[str, Any]
@@ -309,18 +303,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Return the page of a checkpoint. Raises UserError when it is missing, damaged or of another format."""
+    """Return the page of a checkpoint. Raises UserError when it is missing or damaged."""
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
     if (size := (path / "state.json").stat().st_size) > _LARGEST_PAGE:
         raise UserError(f"{path / 'state.json'}: is damaged (it has {size:,} bytes); {REMEDY}")
-    page = CheckpointState.read(path / "state.json")
-    if page.format != _FORMAT:
-        raise UserError(
-            f"{path}: has checkpoint format {page.format}, this dphybrid reads format "
-            f"{_FORMAT}; train again or use the version that wrote it"
-        )
-    return page
+    return CheckpointState.read(path / "state.json")
 
 
 def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dphybrid.util.compiling import labelled, profiler_looks_on
 
-NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
+NOT_A_STEP = ("evaluate", "checkpoint", "log", "callbacks")
 """Stages that run between steps and are not part of the step time."""
 
 WARM_UP_STEPS = 5
@@ -133,9 +133,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.ms = array("d")
-        self.count = 0
         self._since = time.perf_counter()
-        self._reported = 0
 
     def begin(self) -> None:
         """Start timing the next step."""
@@ -143,14 +141,8 @@ class StepTimes:
 
     def end(self, full: bool) -> None:
         """End the step. full: whether its batch had the full size."""
-        self.count += 1
         if full:
             self.ms.append(1e3 * (time.perf_counter() - self._since))
-
-    def window(self) -> Mapping[str, float]:
-        """Return p50 and p95 (ms) of the steps since the last call; empty when there were none."""
-        new, self._reported = self.ms[self._reported :], len(self.ms)
-        return {"p50": _percentile(new, 0.5), "p95": _percentile(new, 0.95)} if new else {}
 
     def recent(self) -> float | None:
         """Return the median (ms) of the newest steps, or None before the first full batch."""

@@ -2,8 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console
@@ -14,34 +13,20 @@ from dphybrid.util.text import printable
 _METRICS_EVERY_S = 30.0
 """Without a bar, metrics within an epoch are printed at most once in this time."""
 _PREPARATION_EVERY_S = 5.0
-"""Without a terminal, progress of a preparation is printed at most once in this time."""
+"""Progress of a preparation is printed at most once in this time."""
 
 
-@contextmanager
-def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback `(what, done, total)` that shows the progress of long work: a bar in a terminal,
-    otherwise a line every few seconds."""
-    if not sys.stdout.isatty():
-        printed = time.monotonic()
+def preparation_progress() -> Callable[[str, int, int], None]:
+    """Return a callback `(what, done, total)` that prints the progress of long work every few seconds."""
+    printed = time.monotonic()
 
-        def print_line(what: str, done: int, total: int) -> None:
-            nonlocal printed
-            if time.monotonic() - printed > _PREPARATION_EVERY_S:
-                printed = time.monotonic()
-                print(f"  {what}: {done:,} of {total:,}", flush=True)
+    def print_line(what: str, done: int, total: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > _PREPARATION_EVERY_S:
+            printed = time.monotonic()
+            print(f"  {what}: {done:,} of {total:,}", flush=True)
 
-        yield print_line
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def move(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield move
+    return print_line
 
 
 class Display:

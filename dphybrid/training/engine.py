@@ -144,7 +144,6 @@ class Session:
     Attributes:
         saver: Writes the checkpoints.
         facts: Further values of each checkpoint's page.
-        profile_steps: Steps to record with torch's profiler.
         callbacks: User functions called after each epoch.
         take: The recipe's `step`, which takes a `Step` and a batch and returns the summed loss and its number
             of terms.
@@ -169,7 +168,6 @@ class Session:
     facts: Mapping[str, Any]
     engine: Engine
     take: TakeStep
-    profile_steps: range = range(0)
     callbacks: Sequence[Callback] = ()
     stateful: dict[str, Stateful] = field(default_factory=dict)
     named: set[int] = field(default_factory=set)

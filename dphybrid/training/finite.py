@@ -75,14 +75,6 @@ def check_finite(
         )
 
 
-def bad_weight(model: nn.Module) -> str:
-    """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight row 3",
-    or ""."""
-    tables = ((f"table {name}", all_rows(table.weight), None) for name, table in find_tables(model).items())
-    problem = _first_problem(chain(tables, _blocks(model)))
-    return problem[0] if problem else ""
-
-
 def _parameters(model: nn.Module) -> list[Rows]:
     """Return the dense parameters by name: all except the tables' weights."""
     dense = is_dense(model)

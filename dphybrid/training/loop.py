@@ -16,7 +16,6 @@ from dphybrid.parallel import check_split, find_data_parallel
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Session
-from dphybrid.training.finite import bad_weight
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
@@ -122,15 +121,9 @@ def validation_outputs(
             "or correct the task"
         )
     if bool((wrong := outputs["loss"].isnan()).any()):
-        sample = f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan"
-        if bad := bad_weight(model):
-            raise UserError(
-                f"{sample}, as {bad} is not a finite number (with train.average, of the averaged weights); "
-                "lower train.lr or table.lr, and continue from an earlier checkpoint with --resume"
-            )
         raise UserError(
-            f"{sample}, although all weights are finite; look at that sample, and at the model's logarithms, "
-            "roots and divisions"
+            f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan; look at that sample, or "
+            "lower train.lr or table.lr and continue from an earlier checkpoint with --resume"
         )
     return outputs
 
@@ -261,7 +254,8 @@ def _set_learning_rates(session: Session, done: float) -> None:
         for group, rate in zip(groups, session.trained.rates, strict=True):
             group["lr"] = rate * factor
     if session.trained.rows is not None:
-        session.trained.rows.lr = session.config.table.lr * factor
+        for group in session.trained.rows.param_groups:
+            group["lr"] = session.config.table.lr * factor
 
 
 def _stale(session: Session) -> bool:

@@ -1,12 +1,10 @@
-"""Observation of a training: printed lines of loss and speed, stage times, splits, and a profile."""
+"""Observation of a training: printed lines of loss and speed, stage times, and splits."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerAction, profile
 
 from dphybrid.data import rows_of_batch
 from dphybrid.embedding import RowPipeline
@@ -19,41 +17,14 @@ from dphybrid.util.stages import stage, timed
 from dphybrid.util.text import metric_text
 
 
-def _profiler(session: Session) -> profile:
-    """Return torch's profiler of `session.profile_steps`, of which `step()` is to be called after each step.
-    It writes a trace into the run's folder and records it; it opens in Perfetto
-    (https://ui.perfetto.dev)."""
-    steps, progress = session.profile_steps, session.trained.progress
-
-    def action(_: int) -> ProfilerAction:
-        if progress.step + 1 not in steps:  # the step that runs next
-            return ProfilerAction.NONE
-        return ProfilerAction.RECORD_AND_SAVE if progress.step + 1 == steps[-1] else ProfilerAction.RECORD
-
-    def write(profiled: profile) -> None:
-        path = session.checkpoints.parent / f"trace-steps-{steps[0]}-{steps[-1]}.json.gz"
-        profiled.export_chrome_trace(str(path))
-        which = f"steps {steps[0]} to {steps[-1]}"
-        print(f"Profile of {which}: {path} (opens in https://ui.perfetto.dev)", flush=True)
-        session.tracker.log_file(path, "profile")
-
-    # Without `activities` torch records every kind that this machine supports. All threads, because the
-    # pipeline prefetches rows in a thread of its own.
-    every_thread = _ExperimentalConfig(profile_all_threads=True)
-    return profile(
-        schedule=action, on_trace_ready=write, record_shapes=True, experimental_config=every_thread
-    )
-
-
 class Observer:
-    """Keeps clock, losses, profiler, splits and display out of the training loop, which only reports what
+    """Keeps clock, losses, splits and display out of the training loop, which only reports what
     happens. Losses stay on their device until a line needs them."""
 
     def __init__(self, session: Session, display: Display, gpus: Sequence[str] = ()) -> None:
         """gpus: UUIDs of the GPUs whose load is logged."""
         self._session, self._display = session, display
         self.system = SystemMetrics(gpus)
-        self._profiler = _profiler(session) if session.profile_steps else None
         self._full = rows_of_batch(session.train_data, session.config.train.batch_size)
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
@@ -66,11 +37,7 @@ class Observer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time the block and the model's parts in it."""
-        with (
-            timed(self._session.clock),
-            stage("other"),  # the outermost stage: what no inner one counts
-            self._profiler or nullcontext(),
-        ):
+        with timed(self._session.clock), stage("other"):  # the outermost stage: what no inner one counts
             yield
 
     def epoch_begins(self, steps: int) -> None:
@@ -97,9 +64,6 @@ class Observer:
         """
         session, step = self._session, self._session.trained.progress.step
         self.times.end(full=rows == self._full)
-        if self._profiler is not None:
-            with stage("profile"):
-                self._profiler.step()
         with stage("log"):
             self._added.append((loss, weight))
             self._steps += 1
@@ -125,13 +89,12 @@ class Observer:
 
     def state_dict(self) -> dict[str, float]:
         """Return the sums since the last line, fit for JSON. Call `settle` first."""
-        return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
+        return {"loss": self._loss, "weight": self._weight, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue the window of metrics during which the checkpoint was written."""
         self._loss, self._weight = state["loss"], state["weight"]
-        self._steps, self.times.count = int(state["steps"]), int(state["timed"])
-        self._steps_before = self._steps
+        self._steps = self._steps_before = int(state["steps"])
 
     def log(self) -> str:
         """Log the metrics since the last call and return them as a line."""
@@ -154,7 +117,6 @@ class Observer:
             loss = self._loss / self._weight if self._weight else None
             if loss is not None:
                 metrics["train/loss"] = loss
-            metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.pipeline is not None and self.pipeline.tables:
                 # Unlike losses and stages, these counts start at 0 in each process.

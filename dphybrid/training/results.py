@@ -48,13 +48,10 @@ class SavingCosts(BaseModel):
     full: int = 0
     written_bytes: int = 0
     stall_s: float = 0.0
-    longest_stall_s: float = 0.0
     write_s: float = 0.0
 
     def __add__(self, other: "SavingCosts") -> "SavingCosts":
-        longest = max(self.longest_stall_s, other.longest_stall_s)
-        sums = {name: value + getattr(other, name) for name, value in self}
-        return SavingCosts(**{**sums, "longest_stall_s": longest})
+        return SavingCosts(**{name: value + getattr(other, name) for name, value in self})
 
 
 @dataclass(slots=True)

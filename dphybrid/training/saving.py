@@ -214,8 +214,9 @@ class CheckpointWriter:
                         self._trained.rows.snapshot = None
             now = time.perf_counter()
             stalled = now - start if self._in_place else stall_s
-            times = {"write_s": now - began, "stall_s": stalled, "longest_stall_s": stalled}
-            cost = SavingCosts(count=1, full=not partly, written_bytes=written, **times)
+            cost = SavingCosts(
+                count=1, full=not partly, written_bytes=written, stall_s=stalled, write_s=now - began
+            )
             # A new object instead of a change in place: training may be reading the old one.
             self.costs += cost
             then(cost)
@@ -396,16 +397,14 @@ def best_checkpoint(existing: Sequence[Path], progress: Progress, task: Task) ->
 def prune_checkpoints(
     folder: Path, config: CheckpointConfig, best: Sequence[int], named: Collection[int] = ()
 ) -> list[Path]:
-    """Remove all checkpoints except the `keep_last` newest, those of the steps `best` and `named`, and those
-    of every `keep_every`-th step; return the kept ones, oldest first.
+    """Remove all checkpoints except the `keep_last` newest and those of the steps `best` and `named`; return
+    the kept ones, oldest first.
 
     If several are kept and all of them link the same table file, the newest checkpoint with another file is
     kept, too: damage to one file must not destroy every checkpoint.
     """
     existing = complete_checkpoints(folder)
     wanted = {*existing[-config.keep_last :], *(path for path in existing if step_of(path) in best)}
-    if config.keep_every:
-        wanted |= {path for path in existing if step_of(path) % config.keep_every == 0}
     # Inodes of the table files: equal for checkpoints that link the same ones.
     files = {
         path: tuple(file.stat().st_ino for file in sorted((path / "tables").glob("*.safetensors"))) or path

@@ -57,7 +57,7 @@ class Step:
         loss or gradients are not finite.
         """
         trained, config = self.session.trained, self.session.config.train
-        chosen, updating = self._optimizers(of), False
+        chosen = self._optimizers(of)
         try:
             with stage("zero_grad"):
                 for optimizer in trained.named.values():
@@ -94,21 +94,16 @@ class Step:
                     problem = not_finite(self.model, batch, loss, clips)
                 if problem:
                     raise self.session.stop_at(problem)
-            updating = True
             for optimizer in chosen.values():
                 with stage("row_update" if optimizer is trained.rows else "dense_update"):
                     optimizer.step()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            advice = "Lower train.batch_size or the model's sizes, or use more devices"
-            if updating:
-                advice = "The update itself ran out of memory; a smaller batch does not help. Lower the "
-                advice += "model's sizes or use train.optimizer=sgd"
             where = f"step {self.number + 1} with a batch of {num_rows(batch, self.model)} rows"
             raise UserError(
-                f"out of memory in {where}: {str(error).splitlines()[0]}\n{advice}, and "
-                f"{self.session.how_to_continue()}"
+                f"out of memory in {where}: {str(error).splitlines()[0]}\nLower train.batch_size or the "
+                f"model's sizes, or use more devices, and {self.session.how_to_continue()}"
             ) from error
         return loss, weight
 

@@ -23,12 +23,10 @@ class LaterVersion(UserError):
 
 
 class Page(BaseModel):
-    """A file whose values are the fields of a subclass. VERSION: of the class, in the field COUNTER. DEPTH:
-    how many folders above its own the data folder is; 0 for a page without paths, or one that may be
-    elsewhere."""
+    """A file whose values are the fields of a subclass. VERSION: of the class. DEPTH: how many folders
+    above its own the data folder is; 0 for a page without paths, or one that may be elsewhere."""
 
     VERSION: ClassVar[int] = 1
-    COUNTER: ClassVar[str] = "version"
     DEPTH: ClassVar[int] = 0
     # Metrics may be NaN or infinite, which standard JSON cannot represent: write Python's constants.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -42,8 +40,8 @@ class Page(BaseModel):
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
         # Before the fields, so that the message names the version and not a field that it has changed.
-        if isinstance(version := values.get(cls.COUNTER, 1), int) and version > cls.VERSION:
-            later = f"has {cls.COUNTER} {version}, this dphybrid reads up to {cls.VERSION}"
+        if isinstance(version := values.get("version", 1), int) and version > cls.VERSION:
+            later = f"has version {version}, this dphybrid reads up to {cls.VERSION}"
             raise LaterVersion(f"{path}: {later}; update dphybrid")
         here = os.path.abspath(path.parent)
 

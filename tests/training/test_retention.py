@@ -1,4 +1,4 @@
-"""Which checkpoints stay: newest, best, each n-th - on disk and in MLflow alike."""
+"""Which checkpoints stay: newest and best, on disk and in MLflow alike."""
 
 from pathlib import Path
 
@@ -25,13 +25,13 @@ def make(folder: Path, steps: list[int]) -> list[Path]:
     return complete_checkpoints(folder)
 
 
-def test_newest_best_and_each_nth_stay_beyond_six_digits_too(tmp_path: Path) -> None:
+def test_newest_and_best_stay_beyond_six_digits_too(tmp_path: Path) -> None:
     steps = [999_970, 999_980, 999_990, 999_995, 1_000_000, 1_000_005]
     assert [step_of(path) for path in make(tmp_path, steps)] == steps
     (tmp_path / "step-1000007.damaged").mkdir()  # damaged after the newest one: it stays
-    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=999_990), best=[999_980])
-    assert [step_of(path) for path in kept] == [999_980, 999_990, 1_000_000, 1_000_005]
-    assert len(list(tmp_path.iterdir())) == 5
+    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2), best=[999_980])
+    assert [step_of(path) for path in kept] == [999_980, 1_000_000, 1_000_005]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
@@ -62,15 +62,14 @@ def test_the_best_of_those_that_are_there_is_taken(tmp_path: Path) -> None:
 
 
 def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
-    kept = ["checkpoint.every_steps=5", "checkpoint.keep_every=10", "checkpoint.keep_last=1"]
+    kept = ["checkpoint.every_steps=5", "checkpoint.keep_best=1", "checkpoint.keep_last=3"]
     report = run_with("recipe=hybrid", "train.epochs=3", "train.batch_size=640", *kept)
     folder = Path(report.best_checkpoint).parent
     on_disk = {step_of(path) for path in complete_checkpoints(folder)}
-    assert {10, 20, 30, 40} < on_disk
-    assert 5 not in on_disk
+    assert 3 <= len(on_disk) <= 4
     roles = {int(model.name.rpartition("-")[2]): model.tags["dphybrid.role"] for model in models_of(report)}
     assert roles.keys() == on_disk
-    assert roles[10] == "kept"
+    assert "kept" in roles.values()
     assert roles[max(on_disk)].endswith("latest")
     # No epoch logs a model that is deleted soon.
     client = MlflowClient(report.tracking_uri)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dphybrid.embedding import RowSGD
+from dphybrid.embedding import RowOptimizer
 from dphybrid.run.pages import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
@@ -58,23 +58,20 @@ def test_it_trains_to_the_same_losses_on_any_number_of_devices(
     if kind == "hybrid":
         options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=1", "train.batch_size=143"]
     one = run_with(*options, "devices=cpu")
-    expected = tensors(one)
-    for devices in ("cpu*3", "cpu*8"):
-        split = run_with(*options, f"devices={devices}")
-        assert split.metrics == pytest.approx(one.metrics, rel=1e-9, abs=1e-10)
-        torch.testing.assert_close(tensors(split), expected, rtol=1e-8, atol=1e-9)
+    split = run_with(*options, "devices=cpu*8")
+    assert split.metrics == pytest.approx(one.metrics, rel=1e-9, abs=1e-10)
+    torch.testing.assert_close(tensors(split), tensors(one), rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet", "digits"])
+@pytest.mark.parametrize("recipe", ["toy", "hybrid", "digits"])
 def test_recipes_learn_what_was_planted(recipe: str, data_dir: Path) -> None:
-    epochs = {"toy": 30, "convnet": 2, "hybrid": 3, "digits": 3}.get(recipe, 10)
+    epochs = {"toy": 30, "hybrid": 3, "digits": 3}[recipe]
     quiet = ["train.print_splits=new"]
     report = run_with(f"recipe={recipe}", "devices=cpu*2", f"train.epochs={epochs}", *quiet)
-    if recipe in ("convnet", "digits"):
-        assert report.metrics["accuracy"] > {"convnet": 0.5, "digits": 0.94}[recipe]
+    if recipe == "digits":
+        assert report.metrics["accuracy"] > 0.94
     else:
-        at_start = {"toy": 5.0, "blocks": 10.0, "hybrid": 1.0}[recipe]
-        assert report.metrics["mse"] < 0.5 * at_start
+        assert report.metrics["mse"] < 0.5 * {"toy": 5.0, "hybrid": 1.0}[recipe]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
@@ -96,7 +93,7 @@ def test_toy_prints_and_records_the_reference_lines(
     assert report.split_lines == expected
 
 
-@pytest.mark.parametrize(("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9), ("sgd", 0.0)])
+@pytest.mark.parametrize(("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9)])
 def test_stopped_and_resumed_equals_undisturbed(
     optimizer: str, average: float, data_dir: Path, small_text: str
 ) -> None:
@@ -143,7 +140,7 @@ def test_schedules_end_at_a_hundredth() -> None:
 def test_rates_of_tables_and_blocks_follow_the_schedule(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates: dict[type, list[float]] = {RowSGD: [], torch.optim.SGD: []}
+    rates: dict[type, list[float]] = {RowOptimizer: [], torch.optim.SGD: []}
     for kind, seen in rates.items():
 
         def note(self: Any, step: Any = kind.step, seen: list[float] = seen) -> Any:
@@ -154,10 +151,10 @@ def test_rates_of_tables_and_blocks_follow_the_schedule(
     options = ["recipe=hybrid", "devices=cpu", "train.epochs=2", "train.patience=0", "train.batch_size=500"]
     optimizers = ["train.optimizer=sgd", "train.lr=0.3", "table.optimizer=sgd", "table.lr=0.2"]
     run_with(*options, *optimizers, "train.schedule=linear")
-    count = len(rates[RowSGD])
+    count = len(rates[RowOptimizer])
     factors = [learning_rate_factor("linear", step / count) for step in range(count)]
     assert count > 2
-    assert rates[RowSGD] == pytest.approx([0.2 * factor for factor in factors])
+    assert rates[RowOptimizer] == pytest.approx([0.2 * factor for factor in factors])
     assert rates[torch.optim.SGD] == pytest.approx([0.3 * factor for factor in factors])
 
 
