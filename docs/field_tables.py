@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from dphybrid.config import described, fields_of
+from dphybrid.config import fields_of
 
 _BOUNDS = {
     Ge: ("ge", "at least {}"),
@@ -28,7 +28,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _table(prefix: str, name: str) -> str:
     module, _, attribute = name.partition(":")
-    fields = fields_of(described(getattr(importlib.import_module(module), attribute)))
+    fields = fields_of(getattr(importlib.import_module(module), attribute))
     rows = [_row(prefix, key, field) for key, field in fields.items()]
     return "\n".join(["| name | default | what it is |", "| --- | --- | --- |", *rows])
 

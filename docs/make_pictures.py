@@ -48,7 +48,7 @@ def picture_files(page: Any, out: Path, folder: Path) -> None:
 
 def picture_mlflow(page: Any, out: Path) -> None:
     """Save pictures of the last run in MLflow, and of the list of runs."""
-    command = [sys.executable, "-u", "-m", "dphybrid", "ui", "--no-browser", "visits-cpux8"]
+    command = [sys.executable, "-u", "-m", "dphybrid", "ui", "visits-cpux8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = next(line.strip() for line in server.stdout if line.startswith("http"))

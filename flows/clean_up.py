@@ -1,9 +1,9 @@
 """The flow `clean-up`: remove runs that are older than some days, with everything that only they need.
 
-The work is in `dphybrid.lifecycle.cleanup`; `dphybrid runs remove` does it without Prefect.
+The work is in `dphybrid.lifecycle.cleanup`; `dphybrid runs remove` does it without Prefect, and says before
+what it would remove.
 """
 
-import sys
 from typing import Annotated
 
 from prefect import flow
@@ -17,12 +17,11 @@ from dphybrid.orchestration.supervised import supervised
 
 
 @flow(name="clean-up", log_prints=True)
-def clean_up(keep_days: Annotated[float, Field(ge=0, le=36500)] = 30, dry_run: bool = False) -> State:
+def clean_up(keep_days: Annotated[float, Field(ge=0, le=36500)] = 30) -> State:
     """Remove old runs of this data folder, their prepared data and their models in MLflow.
 
     Args:
         keep_days: Remove runs that began more than this many days ago.
-        dry_run: Only say what would be removed.
     """
     with supervised():
         settings = load_settings()
@@ -30,13 +29,6 @@ def clean_up(keep_days: Annotated[float, Field(ge=0, le=36500)] = 30, dry_run: b
         for name, why in removal.kept.items():
             print(f"{name}: stays, {why}", flush=True)
         size = f"{removal.num_bytes / 2**20:,.1f} MiB"
-        if dry_run:
-            names = ", ".join(run.folder.name for run in removal.runs) or "none"
-            return Completed(message=f"would remove {len(removal.runs)} runs ({names}), {size}")
         for line in remove(removal, settings):
             print(line, flush=True)
         return Completed(message=f"removed {len(removal.runs)} runs, {size}")
-
-
-if __name__ == "__main__":
-    sys.exit("error: this flow is for deployments; `dphybrid runs remove` does the same in this process")

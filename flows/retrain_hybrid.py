@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from prefect import flow, runtime
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import ExperimentCommand
@@ -30,14 +29,12 @@ from dphybrid.lifecycle.retrain import (
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late, waiting
-from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import as_task, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG, find_tagged_run, read_run
 from dphybrid.run.job import prepare_data
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.util.stop import StopRequest
-from dphybrid.util.text import metric_text
 
 
 @flow(name="retrain-hybrid", log_prints=True)
@@ -122,17 +119,9 @@ def _compared(model: str, run_name: str) -> State:
 
 
 def _decided(model: str, decision: Decision) -> State:
-    state = "Promoted" if decision.promoted else "Kept"
     champion = f" version {decision.against}" if decision.against else ""
     text = f"the challenger of {model}{champion} is {decision.why}"
-    rows = "".join(
-        f"| {name} | {metric_text(value)} | {metric_text(decision.challenger[name])} |\n"
-        for name, value in decision.champion.items()
-    )
-    table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
-    with tolerating_outage("Prefect's artifact could not be written; the decision is in MLflow's registry"):
-        create_markdown_artifact(f"{state}: {text}{table}", key="decision", description=model)
-    return ended(state, text)
+    return ended("Promoted" if decision.promoted else "Kept", text)
 
 
 class _Flags(ExperimentCommand):
@@ -146,13 +135,12 @@ class _Flags(ExperimentCommand):
     """Reason to retrain even without new data."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the flow in this process; return the exit code."""
-    given = sys.argv[1:] if argv is None else argv
     sentence = "Continue to train a registered model when data has arrived; promote it if it is better."
 
     def run() -> int:
-        args = flow_command("retrain_hybrid", sentence, _Flags, given)
+        args = flow_command("retrain_hybrid", sentence, _Flags, argv)
         config, _ = args.experiment()
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(
@@ -168,4 +156,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,11 +3,9 @@
 The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Prefect.
 """
 
-import sys
 from typing import Any
 
 from prefect import flow, runtime
-from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
@@ -15,9 +13,10 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import Sweep, failures, run_sweep
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
-from dphybrid.orchestration.shown import show_run, tolerating_outage
+from dphybrid.orchestration.shown import show_run
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG
+from dphybrid.tracking.tracker import SWEEP_TAG
 
 
 @flow(name="sweep-hybrid", log_prints=True)
@@ -61,19 +60,11 @@ def sweep_hybrid(
         # A flow run that was queued again continues its sweep.
         name = sweep or f"sweep-{str(runtime.flow_run.id)[:8]}"
         chosen = Sweep(name, experiment(given), grid, trials, prune)
-        folder = chosen.folder(settings)
         show_run(str(runtime.flow_run.id), chosen.name, [chosen.config.recipe], "")
         tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
         results = run_sweep(chosen, settings, stop, at_once, tags)
         stop.obey("with runs left; they continue when the sweep does")
-        with tolerating_outage(f"Prefect's artifact could not be written; the results are in {folder}"):
-            rows = [result.row for result in results]
-            create_table_artifact(rows, key="sweep", description=f"Sweep {chosen.name}")
         if failed := failures(results):
             texts = "\n".join(failed.values())
             return Failed(message=f"{len(failed)} of {len(results)} runs failed: {texts}")
-        return Completed(message=f"{len(results)} runs trained; dphybrid compare --sweep {chosen.name}")
-
-
-if __name__ == "__main__":
-    sys.exit("error: this flow is for deployments; `dphybrid sweep` runs a sweep in this process")
+        return Completed(message=f"{len(results)} runs trained, with the tag {SWEEP_TAG}={chosen.name}")

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
-from dphybrid.cli.train import flow_command, keep_report
+from dphybrid.cli.train import flow_command
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
@@ -62,24 +62,24 @@ def train_hybrid(
         return trained(experiment(given), stop, run_name=run_name, resume=resume)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the flow in this process; return the exit code."""
-    given = sys.argv[1:] if argv is None else argv
     sentence = "Train a hybrid model as a Prefect flow, in this process."
 
     def run() -> int:
-        args = flow_command("train_hybrid", sentence, RunCommand, given)
+        args = flow_command("train_hybrid", sentence, RunCommand, argv)
         config, _ = args.experiment()
         with in_this_process():
             done = train_hybrid.with_options(log_prints=False)(
                 config=config.model_dump(exclude_unset=True), run_name=args.run_name, resume=args.resume
             )
         assert not isinstance(done, State)  # only a scheduled run can be skipped
-        keep_report(done, args.report)
+        if args.report is not None:
+            done.write(args.report)
         return 0
 
     return run_cli(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

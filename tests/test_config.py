@@ -9,7 +9,7 @@ from dphybrid.tutorials import Toy
 
 from dphybrid.cli.flags import ConfigCommand
 from dphybrid.cli.main import command_of
-from dphybrid.config import ModelConfig, described, flatten, nest
+from dphybrid.config import ModelConfig, flatten, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import Sweep
 from dphybrid.recipes.configs import (
@@ -77,7 +77,6 @@ def test_overrides_keep_what_was_given_and_follow_a_new_recipe() -> None:
 
 def test_every_field_has_a_sentence_and_a_flag() -> None:
     for recipe in BUILT_IN:
-        described(find_recipe(recipe).config_class)
         fields = dict(field_types(recipe))
         for name, field in fields.items():
             assert str(field.description).endswith("."), name
@@ -112,11 +111,6 @@ def test_mistakes_are_named_with_place_and_remedy(given: str, words: list[str], 
     file.write_text(given)
     with refused_with(words):
         load_config(file, []) if "\n" in given else load_config(None, given.split())
-
-
-def test_a_flag_may_be_written_as_its_field() -> None:
-    wanted = {"recipe": "ctr", "checkpoint": {"register_as": "clicks"}}
-    assert flags("--checkpoint.register_as", "clicks", recipe="ctr") == wanted
 
 
 def test_without_a_recipe_a_label_means_a_table() -> None:

@@ -10,10 +10,8 @@ import pytest
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import stored_config
-from dphybrid.run.pages import Report
 from dphybrid.tracking.loader import checkpoint_folder
 from tests.commands import command
-from tests.lifecycle.test_sweep import some_report
 from tests.refusing import refused
 
 LONG = "x" * 300
@@ -143,21 +141,20 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("train --config nowhere.toml", "--config nowhere.toml: cannot be read .*No such file"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
-        ("compare", "name runs to compare"),
+        ("compare", "RUN: is missing"),
         ("predict nobody --data.path=", "data.path='': is empty; give a path"),
         ("evaluate nobody --data.path=", "data.path='': is empty; give a path"),
         ("predict nobody --prompt a --data.encoding utf-8", "give either --data.path, or --prompt"),
         ("sweep --recipe toy --grid {} --sweep=", "--sweep '': use a plain name"),
         ('sweep --recipe toy --grid {"train.lr":[1],"train.lr":[2]}', "repeated: train.lr, train.lr"),
-        ("compare one two --sweep x", "--sweep x: give a sweep or runs .*, not both"),
         ("train --train.epochs three", "'three' .from --train.epochs.: must be a valid integer$"),
         ("train --train.deterministic maybe", "must be true or false$"),
         (f"train {OK} --run-name {LONG}", "use a plain name of at most 180 bytes, it also"),
-        ("ui --no-browser", "no run is recorded there yet; train one first"),
+        ("ui", "no run is recorded there yet; train one first"),
         (f'{SEARCH} {{"train.lr":{{"low":1,"high":0.1}}}}', "low <= high"),
         (f'{SEARCH} {{"train.lr":{{"low":0.1}}}}', "give low and high"),
         (f'{SEARCH} {{"train.lr":{{"low":0.1,"high":1,"log":true,"step":0.1}}}}', "step"),
-        ("sweep --recipe toy", "a sweep needs fields and their values; give --grid '{"),
+        ("sweep --recipe toy", "--grid: is missing"),
         ("sweep --recipe toy --grid {}", "grid: give at least one field"),
         ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
         ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "a range needs --trials"),
@@ -194,25 +191,32 @@ def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: P
     ("typed", "words"),
     [
         ("trian", "'trian': there is no such command; did you mean 'train'?"),
-        ("train --train.amp true", "--train.amp: there is no such flag; known: --train.epochs, "),
-        ("train --model.tower 3", "--model.tower: there is no such flag; known: --model."),
-        ("train --train.epoch 3", "--train.epoch: there is no such flag; did you mean '--train.epochs'?"),
+        (
+            "train --train.amp true",
+            "train.amp (from --train.amp): there is no such field; known: train.epochs, ",
+        ),
+        ("train --train.epoch 3", "there is no such field; did you mean 'train.epochs'?"),
+        (
+            "train --train.lr 1 --train.lr 2",
+            "train.lr = ['1', '2'] (from --train.lr): must be a valid number",
+        ),
+        ("train --train.epochs", "--train.epochs: needs a value, as in --train.epochs VALUE"),
         ("train --epochs 3", "--epochs: there is no such flag; did you mean '--train.epochs'?"),
         ("sweep --recipe toy --grid {} --trials 0", "--trials '0': must be greater than or equal to 1"),
         ("sweep --recipe toy --grid {} --at-once x", "error: --at-once 'x': must be a valid integer\n"),
-        ("compare --sweeps x", "--sweeps: there is no such flag; did you mean '--sweep'?"),
+        ("sync --waits 3", "--waits: there is no such flag; did you mean '--wait'?"),
+        ("train --run-nme x", "--run-nme: there is no such flag; did you mean '--run-name'?"),
         ("worker --limit -1", "--limit '-1': must be greater than or equal to 1"),
         ("train --tag x", "--tag 'x': write NAME=VALUE"),
-        ("export nobody", "required: FOLDER"),
+        ("export nobody", "FOLDER: is missing"),
+        ("evaluate nobody", "--data.path: is missing"),
         ("train --data clicks.csv", "--data: there is no such flag; did you mean '--data.path' or "),
         ("train --train=3", "did you mean '--train.epochs' or '--train.batch-size' or "),
-        ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
         (
-            "train --data.ignore a b --data.label y",
-            "unexpected 'b'; write --data.ignore a,b, or --data.ignore 'a b' if it is one name",
+            "train --data.ignore a b",
+            "unexpected 'b'; write --data.path, --recipe or --config before it, or a list",
         ),
         ("train --label y", "--label: there is no such flag; did you mean '--data.label'?"),
-        ("train toy --train.epochs 1", "unexpected 'toy'; write --recipe toy"),
     ],
 )
 def test_flags(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,28 +224,9 @@ def test_flags(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> No
     assert words in capsys.readouterr().err
 
 
-def test_names_of_runs_stay_on_one_line_and_are_quoted(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trained(name: str, _: object, folder: Path, *rest: object) -> Report:
-        report = some_report(metrics={"mse": 1.0}, tracking_uri="sqlite:///x.db")
-        report.write(folder / f"{name}.json")
-        return report
-
-    monkeypatch.setattr("dphybrid.lifecycle.sweep.train_apart", trained)
+def test_names_of_runs_stay_on_one_line_and_are_quoted(data_dir: Path) -> None:
     assert "run name 'a\\nb': use a plain name" in told("train", "--recipe", "toy", "--run-name", "a\nb")
-    sweep = ["sweep", "--recipe", "toy", "--grid"]
-    assert "Compare: " not in command(*sweep, '{"train.lr": [0.1]}'), "compare refuses a single run"
-    said = command(*sweep, '{"train.lr": [0.1], "train.seed": [0, 1]}', "--sweep", "a b;c")
-    assert said.endswith("Compare: dphybrid compare --sweep 'a b;c'\n")
     assert "Look at it:  dphybrid ui 'a b'" in command("train", "--recipe", "toy", "--run-name", "a b")
-
-
-def test_an_env_file_that_is_no_text_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(".env").write_bytes(b"\xff")
-    with refused(f"{tmp_path}/.env: is not UTF-8 text"):
-        load_settings()
 
 
 def test_an_address_of_no_model_makes_no_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,5 +263,4 @@ def test_every_option_with_a_path_knows_the_home_folder(
     assert len((home / "scores.csv").read_text().splitlines()) == 91
     command("export", "~/one", "~/exported")
     assert (home / "exported/state.json").is_file()
-    assert "write --config" in told("prepare", "~/s.toml")
     assert not list(tmp_path.rglob("~*"))

@@ -6,7 +6,7 @@ from typing import Any, Self
 import numpy as np
 import polars as pl
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import Tags, check_consistent_length
+from sklearn.utils import check_consistent_length
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_is_fitted, column_or_1d, validate_data
 
@@ -16,10 +16,8 @@ from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import without_credentials
 
-_TARGET, _WEIGHT = "the label", "the weight"
-"""Columns that `fit` adds to the table. With a blank, so that hardly any table has them already."""
-_OF_BLOCKS = ("lr", "optimizer", "weight_decay")
-"""Fields of both `train` (blocks) and `table`. Without a section they mean those of `train`."""
+_TARGET = "the label"
+"""Column that `fit` adds to the table. With a blank, so that hardly any table has it already."""
 
 
 class _Hybrid(BaseEstimator):
@@ -33,7 +31,6 @@ class _Hybrid(BaseEstimator):
         tracking: str | None = "none",
         valid_fraction: float = 0.2,
         random_state: int = 0,
-        quiet: bool = True,
         **values: object,
     ) -> None:
         self.recipe = recipe
@@ -41,7 +38,6 @@ class _Hybrid(BaseEstimator):
         self.tracking = tracking
         self.valid_fraction = valid_fraction
         self.random_state = random_state
-        self.quiet = quiet
         # scikit-learn expects each parameter as an attribute of the same name, unchecked until `fit`.
         self.__dict__.update(values)
 
@@ -66,25 +62,19 @@ class _Hybrid(BaseEstimator):
             array = validate_data(self, X, reset=reset, dtype="numeric", ensure_all_finite="allow-nan")
             return pl.DataFrame(array, schema=[f"x{number}" for number in range(array.shape[1])])
         frame = as_frame(X, "X").lazy().collect()
-        for name in {_TARGET, _WEIGHT}.intersection(frame.columns):
-            raise UserError(f"X: has a column {name!r}, a name that fit uses itself; rename the column")
+        if _TARGET in frame.columns:
+            raise UserError(f"X: has a column {_TARGET!r}, a name that fit uses itself; rename the column")
         if reset:
             validate_data(self, frame, skip_check_array=True)
         return frame
 
-    def _fit(self, X: object, y_B: np.ndarray, group_B: np.ndarray, weight: object, task: str) -> Self:
+    def _fit(self, X: object, y_B: np.ndarray, group_B: np.ndarray, task: str) -> Self:
         """Train on the rows of X (B), with a share of each group's rows as the validation split."""
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"valid_fraction={self.valid_fraction!r}: must lie between 0 and 1")
         table, own = self._frame(X, reset=True), signature(_Hybrid).parameters
-        check_consistent_length(table, y_B, weight)
+        check_consistent_length(table, y_B)
         table = table.with_columns(pl.Series(_TARGET, y_B))
-        values: dict[str, Any] = {"seed": self.random_state, "task": task}
-        if weight is not None:
-            weight_B = column_or_1d(np.asarray(weight), dtype=np.float64)
-            table, values["weight"] = table.with_columns(pl.Series(_WEIGHT, weight_B)), _WEIGHT
-        given = {name: value for name, value in self.get_params().items() if name not in own}
-        values |= {f"train__{name}" if name in _OF_BLOCKS else name: value for name, value in given.items()}
         random, held_B = np.random.default_rng(self.random_state), np.zeros(len(y_B), bool)
         for group in np.unique(group_B):
             rows = random.permutation(np.flatnonzero(group_B == group))
@@ -97,22 +87,16 @@ class _Hybrid(BaseEstimator):
             label=_TARGET,
             devices=self.devices,
             tracking=self.tracking,
-            quiet=self.quiet,
-            **values,
+            quiet=True,
+            seed=self.random_state,
+            task=task,
+            **{name: value for name, value in self.get_params().items() if name not in own},
         )
         return self
 
     def _predicted(self, X: object) -> np.ndarray:
         check_is_fitted(self, "run_")
         return np.asarray(self.run_.predictor.predict(self._frame(X, reset=False)), np.float64)
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = tags.input_tags.string = tags.input_tags.categorical = True
-        # scikit-learn's checks expect high scores on a few rows, where trees and linear models do better.
-        for of_task in filter(None, (tags.classifier_tags, tags.regressor_tags)):
-            of_task.poor_score = True
-        return tags
 
 
 class HybridClassifier(ClassifierMixin, _Hybrid):
@@ -125,25 +109,23 @@ class HybridClassifier(ClassifierMixin, _Hybrid):
         tracking: MLflow's address; "none", the default here, because searches fit often.
         valid_fraction: share of each class's rows for validation, at least one row of a class with several.
         random_state: the seed of the split, the start weights and the order of rows.
-        quiet: whether to hide the lines of the training.
         values: any value of the recipe, by the names that `dphybrid.train` takes: `epochs=5, batch_size=128,
-            table__lr=0.1`. `lr`, `optimizer` and `weight_decay` without a section are those of the blocks.
+            train__lr=0.01, table__lr=0.1`.
 
     After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` if X has names, `run_`
     (the run). A pickled estimator keeps the path of its run, not its model.
     """
 
-    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
-        """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,), 0 or
-        more. Raises UserError, a ValueError."""
-        labels_B = _column(self, y)
+    def fit(self, X: object, y: object) -> Self:
+        """Train on the rows of X (B) and the labels y (B,), of two classes or more. Raises UserError, a
+        ValueError."""
+        labels_B = column_or_1d(np.asarray(y), warn=True)
         check_classification_targets(labels_B)
         classes, number_B = np.unique(labels_B, return_inverse=True)
         if len(classes) < 2:
             raise ValueError("y has one class; give labels of two or more classes")
         # Train on the classes' numbers: a label such as "NA" would be read as a missing value.
-        target_B = number_B.astype(np.int32)
-        self._fit(X, target_B, number_B, sample_weight, "auto" if len(classes) == 2 else "multiclass")
+        self._fit(X, number_B.astype(np.int32), number_B, "auto" if len(classes) == 2 else "multiclass")
         self.classes_ = classes
         return self
 
@@ -162,18 +144,11 @@ class HybridRegressor(RegressorMixin, _Hybrid):
     """Numbers from a table, with recipe ctr. The arguments and attributes are those of `HybridClassifier`,
     except `classes_`."""
 
-    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
-        """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,), 0 or more. Raises
-        UserError, a ValueError."""
-        target_B = check_array(_column(self, y), ensure_2d=False, dtype=np.float64, input_name="y")
-        return self._fit(X, target_B, np.zeros(len(target_B)), sample_weight, "regression")
+    def fit(self, X: object, y: object) -> Self:
+        """Train on the rows of X (B) and the numbers y (B,). Raises UserError, a ValueError."""
+        target_B = check_array(column_or_1d(np.asarray(y)), ensure_2d=False, dtype=np.float64, input_name="y")
+        return self._fit(X, target_B, np.zeros(len(target_B)), "regression")
 
     def predict(self, X: object) -> np.ndarray:
         """Return the predicted number (B,) float64 of each row, in the units of y."""
         return self._predicted(X)
-
-
-def _column(estimator: _Hybrid, y: object) -> np.ndarray:
-    if y is None:
-        raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None")
-    return column_or_1d(np.asarray(y), warn=True)

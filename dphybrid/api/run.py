@@ -13,7 +13,6 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.run.folder import Run, all_runs, read_run
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.files import check_target, write_text
 from dphybrid.util.text import metric_text
 
 if TYPE_CHECKING:  # a list of runs needs no torch
@@ -53,21 +52,6 @@ class TrainedRun:
     def config(self) -> ExperimentConfig:
         """Every value of the experiment."""
         return self._run.config
-
-    @property
-    def recipe(self) -> str:
-        """The name of its recipe, which need not be importable here."""
-        return self._run.page.recipe
-
-    @property
-    def devices(self) -> str:
-        """The devices of the training."""
-        return self._run.page.devices
-
-    @property
-    def created(self) -> str:
-        """Time of the start, in ISO format."""
-        return self._run.page.created
 
     @property
     def status(self) -> str:
@@ -132,9 +116,9 @@ class TrainedRun:
         return self.predictor.predict(rows)
 
     def evaluate(self, rows: object) -> "Evaluation":
-        """Evaluate the best checkpoint on rows with known answers: metrics with intervals, for a table also
-        thresholds and classes. rows: of a table, later interactions, triples, texts, or a split as a recipe's
-        `rows` returns it; also a path. Raises UserError for rows that the recipe does not evaluate."""
+        """Evaluate the best checkpoint on rows with known answers: metrics with intervals, and each class.
+        rows: of a table, later interactions, triples, texts, or a split as a recipe's `rows` returns it; also
+        a path. Raises UserError for rows that the recipe does not evaluate."""
         from dphybrid.serving.evaluate import evaluate_checkpoint
 
         return evaluate_checkpoint(self.checkpoint, rows, lambda: self.predictor, lambda: self.model)
@@ -146,7 +130,7 @@ class TrainedRun:
         # By the method, not the class: a user's recipe may have its own kind of predictor.
         if not hasattr(self.predictor, "recommend"):
             raise UserError(
-                f"run {self.name}: recipe {self.recipe} scores rows, with predict(rows); recipe "
+                f"run {self.name}: recipe {self._run.page.recipe} scores rows, with predict(rows); recipe "
                 "retrieval recommends items"
             )
         return self.predictor.recommend(users, k, history=history)
@@ -176,9 +160,6 @@ class TrainedRun:
         shown = ", ".join(f"{name} {metric_text(value)}" for name, value in self.metrics.items())
         return f"<run {self.name}: {shown or self.status}>"
 
-    def _repr_html_(self) -> str:
-        return Runs([self])._repr_html_()
-
 
 class RunReport:
     """The report of a run. `text`: the lines that the command line prints; `values`: the numbers; `page()`:
@@ -200,12 +181,6 @@ class RunReport:
         from dphybrid.run.report import report_page
 
         return report_page(Experiment.of(self._run), self.values)
-
-    def save(self, file: str | Path) -> Path:
-        """Write the page to a file and return its path. Raises UserError if the file cannot be written."""
-        target = check_target(file, str(file))
-        write_text(target, self.page())
-        return target
 
     def __repr__(self) -> str:
         return self.text
@@ -234,8 +209,9 @@ class Runs(list[TrainedRun]):
         """Return name, recipe, devices, status, start and metrics, one row per run."""
         rows = []
         for run in self:
-            facts = {"run": run.name, "recipe": run.recipe, "devices": run.devices, "status": run.status}
-            rows.append({**facts, "started": run.created[:19].replace("T", " "), **run.metrics})
+            page = run._run.page
+            facts = {"run": run.name, "recipe": page.recipe, "devices": page.devices, "status": run.status}
+            rows.append({**facts, "started": page.created[:19].replace("T", " "), **run.metrics})
         # None: infer the columns from all rows, as recipes differ in metrics and an unfinished run has none.
         return pl.DataFrame(rows, infer_schema_length=None)
 

@@ -1,15 +1,14 @@
 """Compare up to six runs of the data folder: final metrics, and the values in which they differ.
 
-examples:
+example:
   %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
-  %(prog)s --sweep nightly
 
 MLflow's own page compares curves, and any number of runs; the last line is its address.
 """
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pydantic import Field
@@ -19,7 +18,7 @@ from dphybrid.config import flatten
 from dphybrid.config.own_runs import is_own
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.text import flag_text, metric_text, printable
+from dphybrid.util.text import aligned, flag_text, metric_text, printable
 
 if TYPE_CHECKING:
     from dphybrid.run.folder import Run
@@ -30,31 +29,19 @@ _MOST, _WIDTH = 6, 80
 class Flags(Command):
     """The flags of `compare`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"sweep": "ID"}
-    runs: Positional[list[str]] = Field(default=[], alias="RUN")
+    runs: Positional[list[str]] = Field(alias="RUN")
     """Names or MLflow ids of runs."""
-    sweep: str | None = None
-    """Compare the newest finished runs of this sweep."""
 
     def run(self) -> int:
         """Print the comparison, and the address of MLflow's own."""
         from dphybrid.run.folder import all_runs, find_run
-        from dphybrid.tracking.tracker import SWEEP_TAG
 
-        settings = load_settings()
-        if not self.runs and self.sweep is None:
-            raise UserError("name runs to compare, or --sweep ID")
-        if self.runs and self.sweep is not None:
-            raise UserError(f"--sweep {self.sweep}: give a sweep or runs ({' '.join(self.runs)}), not both")
-        if self.sweep:
-            found = [run for run in all_runs(settings) if run.page.tags.get(SWEEP_TAG) == self.sweep]
-            chosen = [run for run in found if run.status == "finished"][-_MOST:]
-        else:
-            given = {name: find_run(settings, name) for name in dict.fromkeys(self.runs)}
-            for name in (name for name, run in given.items() if run is None):
+        settings, chosen = load_settings(), list["Run"]()
+        for name in dict.fromkeys(self.runs):
+            if (run := find_run(settings, name)) is None:
                 known = [run.folder.name for run in all_runs(settings)] or ["none yet"]
                 raise UserError(f"{name}: there is no such run{suggestion(name, known)}")
-            chosen = [run for run in given.values() if run is not None]
+            chosen.append(run)
         if not 2 <= len(chosen) <= _MOST:
             raise UserError(f"a comparison needs two to {_MOST} runs, and these are {len(chosen)}")
         print("\n\n".join(tables(chosen)))
@@ -88,14 +75,7 @@ def tables(runs: "Sequence[Run]") -> list[str]:
             blocks, used = [*blocks, [list(rows)]], title
         blocks[-1].append(column)
         used += width
-    return ["\n".join(_lines(block)) for block in blocks]
-
-
-def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return columns side by side: the first one, of titles, to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in columns]
-    rows = zip(*columns, strict=True)
-    return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
+    return ["\n".join(aligned([*zip(*block, strict=True)])) for block in blocks]
 
 
 def curves(runs: "Sequence[Run]") -> str:

@@ -9,7 +9,6 @@ examples:
 """
 
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -20,7 +19,6 @@ from dphybrid.util.files import given_path
 class Flags(Command):
     """The flags of `deploy`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"host": "NAME"}
     host: list[str] = Field(default=[])
     """Workstation that gets its own queue; may be repeated."""
     file: Path | None = None

@@ -7,10 +7,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 
 from dphybrid.cli.parser import Command, prefect_part
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus.inventory import REAL_NVML, Inventory, visible, why_cpu
+from dphybrid.gpus.inventory import Inventory, visible, why_cpu
 from dphybrid.util.asking import ask
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.text import masked, shown_address, without_secrets_of
@@ -27,19 +28,11 @@ class Flags(Command):
     def run(self) -> int:
         """Print one line per check; return 0 when all passed, else 1."""
         settings, passed = load_settings(), True
-        for good, text in _checks(settings):
+        checks = _gpus(settings), _prefect(), _mlflow_server(settings), _data_folder(settings)
+        for good, text in chain(*checks):
             passed &= good
             print(masked(f"{'ok  ' if good else 'BAD '} {text}"), flush=True)
-        where = shown_address(settings.mlflow_uri or "") or f"embedded, in {settings.mlflow_dir}"
-        print(masked(f"     tracking: {where}; experiment {settings.experiment!r}"))
         return 0 if passed else 1
-
-
-def _checks(settings: Settings) -> Iterator[_Check]:
-    yield from _gpus(settings)
-    yield from _prefect()
-    yield _mlflow_server(settings)
-    yield from _data_folder(settings)
 
 
 def _gpus(settings: Settings) -> Iterator[_Check]:
@@ -64,11 +57,6 @@ def _gpus(settings: Settings) -> Iterator[_Check]:
         yield False, f"{found}: they are used without leases; remedy: update the driver"
     else:
         yield True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
-    if units and settings.nvml == REAL_NVML and not why:
-        numbers = range(torch.cuda.device_count())
-        seen = {str(torch.cuda.get_device_properties(number).uuid) for number in numbers}
-        missing = [unit.label for unit in units if unit.uuid.removeprefix("GPU-") not in seen]
-        yield not missing, f"torch does not see {', '.join(missing)}" if missing else "torch sees all of them"
 
 
 def _prefect() -> Iterator[_Check]:
@@ -86,24 +74,22 @@ def _prefect() -> Iterator[_Check]:
         yield from checks(ask)
 
 
-def _mlflow_server(settings: Settings) -> _Check:
+def _mlflow_server(settings: Settings) -> Iterator[_Check]:
     url = settings.mlflow_uri
-    if not url:
-        return True, "MLflow server: none is set (MLFLOW_TRACKING_URI); `dphybrid ui` shows the runs"
-    if not url.startswith("http"):
-        # It is not opened: MLflow's client takes seconds to import.
-        return True, f"MLflow: {shown_address(url)}, no server; `dphybrid ui` shows the runs"
+    if not url or not url.startswith("http"):
+        # A database is not opened: MLflow's client takes seconds to import.
+        where = shown_address(url) if url else f"embedded, in {settings.mlflow_dir}"
+        yield True, f"MLflow: {where}; `dphybrid ui` shows the runs"
+        return
     user, password, token = (
         os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
     )
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
     # As MLflow's client does: user and password before the token.
     answer = ask(page, f"{user}:{password}" if user else None, None if user else token)
-    server = f"MLflow server {shown_address(url)}"
-    if answer.wrong:
-        remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD, _TOKEN or _SERVER_CERT_PATH, or start it"
-        return False, f"{server}: {without_secrets_of(url, answer.wrong)}; remedy: {remedy}"
-    return True, f"{server}: answers"
+    wrong, server = without_secrets_of(url, answer.wrong), f"MLflow server {shown_address(url)}"
+    remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD, _TOKEN or _SERVER_CERT_PATH, or start it"
+    yield not wrong, f"{server}: {wrong}; remedy: {remedy}" if wrong else f"{server}: answers"
 
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:

@@ -2,24 +2,20 @@
 
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
-  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --out march.html
+  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz'
 
-Prints the recipe's metrics with a 95%% interval, precision and recall of each class, and for two classes also
-by threshold. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
-confusion matrix, or residuals. The files hold rows with the label's column; of recipe retrieval later
-interactions, of text later text.
+Prints the recipe's metrics with a 95%% interval, and precision and recall of each class. The files hold rows
+with the label's column; of recipe retrieval later interactions, of text later text. For curves, give the
+labels and dphybrid.load(MODEL).predict(rows) to scikit-learn.
 """
 
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
 from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
-from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, write_text
 
 
 class _Rows(BaseModel):
@@ -31,12 +27,9 @@ class _Rows(BaseModel):
 class Flags(Command):
     """The flags of `evaluate`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "out": "FILE"}
     model: Positional[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
     data: _Rows
-    out: Path | None = None
-    """Also write a page with figures: a file that ends in .html."""
     devices: str = "cpu"
     """Devices on which the model runs."""
     batch_size: int | None = Field(default=None, ge=1)
@@ -46,9 +39,6 @@ class Flags(Command):
         """Print the evaluation."""
         # A missing file is reported before the imports below, which take seconds.
         check_data_path(self.data.path)
-        if self.out and self.out.suffix not in (".html", ".htm"):
-            raise UserError(f"--out {self.out}: the page is HTML; name a file that ends in .html")
-        out = self.out and check_target(self.out, f"--out {self.out}")
         from dphybrid.serving.evaluate import evaluate_checkpoint
         from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
         from dphybrid.serving.predict import open_predictor
@@ -64,7 +54,4 @@ class Flags(Command):
             on_progress=preparation_progress(),
         )
         print(found.text())
-        if out:
-            write_text(out, found.page(f"{self.model} on {Path(self.data.path).name}"))
-            print(f"Page: {out}")
         return 0

@@ -34,15 +34,11 @@ class Flags(Command):
 
         checkpoint = find_checkpoint(self.model, load_settings())
         target = given_path(self.folder, "FOLDER")
-        taken = UserError(f"{self.folder}: exists already; give a new folder, or remove it first")
         if target.exists():
-            raise taken
+            raise UserError(f"{self.folder}: exists already; give a new folder, or remove it first")
         check_target(target, self.folder)
-        try:
-            with making(target) as partial:
-                shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
-                verify_checkpoint(partial)
-        except FileExistsError as error:
-            raise taken from error
+        with making(target) as partial:
+            shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
+            verify_checkpoint(partial)
         print(f"{target}: dphybrid.load({shlex.quote(str(target))!r}) predicts from it")
         return 0

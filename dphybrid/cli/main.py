@@ -13,7 +13,7 @@ from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = {
     "data": ["prepare"],
-    "train": ["train", "sweep", "new"],
+    "train": ["train", "sweep"],
     "use": ["runs", "compare", "ui", "evaluate", "predict", "export"],
     "operate": ["devices", "doctor", "sync", "worker", "deploy"],
 }
@@ -41,10 +41,8 @@ def command_of(words: Sequence[str]) -> Command:
 
 def overview() -> str:
     """Return the help page of `dphybrid`."""
-    lines = ["usage: dphybrid COMMAND ...", ""]
-    lines += [
-        "Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record."
-    ]
+    what = "Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record."
+    lines = ["usage: dphybrid COMMAND ...", "", what]
     for group, names in COMMANDS.items():
         lines += ["", f"{group}:"]
         for name in names:

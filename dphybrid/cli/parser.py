@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from dphybrid.config import described, leaves, nest
+from dphybrid.config import leaves, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_leftovers, disk_text
@@ -30,51 +30,39 @@ from dphybrid.util.text import flag_text, masked, printable
 T = TypeVar("T")
 Positional = Annotated[T, "positional"]
 """Type of a field that is given by its position. A list takes all remaining words."""
-Given = Mapping[str, list[str | None]]
-"""Field -> the texts that its flags were given; None where a value is missing."""
-_HELP = ("help", "-h")
+Given = Mapping[str, Sequence[str]]
+"""Field -> the texts that its flags were given."""
+Fields = Mapping[str, FieldInfo]
+"""Fields by their dotted names."""
 _PLACEHOLDERS = {int: "N", float: "X", bool: "true|false", Path: "FILE", tuple: "A,B", dict: "JSON"}
 
 
 class Command(BaseModel):
     """The flags of a command: each field is one (`at_once` is `--at-once`), its docstring is the flag's help.
-    A field of a section is `--section.field`.
+    A field of a section is `--section.field`. A flag that is given twice has a list of both values.
 
     A command of `dphybrid` also has `run`, which does the work and returns the exit code. It makes the slow
     imports, too, which `--help` and wrong flags must not wait for.
     """
 
     # defer_build: only the class of the command that runs needs a validator.
-    model_config = ConfigDict(defer_build=True, populate_by_name=True)
-    shown_as: ClassVar[Mapping[str, str]] = {}
-    """Field -> placeholder of its value in the help."""
+    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True, populate_by_name=True)
     alone: ClassVar[Mapping[str, str]] = {}
     """Field whose flag may stand without a value -> the value that it then has."""
-    first: ClassVar[Sequence[str]] = ()
-    """The fields that people set most, which the help lists first."""
+    before_words: ClassVar[str] = ""
+    """What a word that is neither flag nor value probably lacks."""
 
     @classmethod
-    def fields(cls, given: Given) -> Mapping[str, FieldInfo]:
-        """Return all fields by their dotted names. given: may choose further ones."""
-        return dict(leaves(cls))
+    def help_of(cls, given: Given) -> tuple[str, Fields]:
+        """Return what the help says before the flags, and the fields that it shows."""
+        return "", dict(leaves(cls))
 
     @classmethod
-    def unknown(cls, name: str, given: Given) -> str:
-        """Return why there is no field of this name."""
-        fields = cls.fields(given).items()
-        known = [_shown_name(other, field) for other, field in fields if not _is_positional(field)]
-        return f"there is no such flag{suggestion(as_flag(name), known)}"
-
-    @classmethod
-    def unexpected(cls, word: str, after: str, given: Given) -> str:
-        """Return the message for a word that is neither flag nor value. after: the field of the flag before
-        it, or ""."""
-        return f"unexpected {word!r}"
-
-    @classmethod
-    def intro(cls, given: Given) -> str:
-        """Return what the help says before the flags."""
-        return ""
+    def check_name(cls, name: str, own: Fields, given: Given) -> None:
+        """Raise UserError if a flag can be no field. own: the fields of the command itself."""
+        if name not in own:
+            shown = [as_flag(other) for other, field in own.items() if not _is_positional(field)]
+            raise UserError(f"{as_flag(name)}: there is no such flag{suggestion(as_flag(name), shown)}")
 
     @classmethod
     def parse(cls, program: str, doc: str, words: Sequence[str]) -> Self:
@@ -83,105 +71,85 @@ class Command(BaseModel):
         Raises UserError, and SystemExit after a help page. doc: the page's summary and, below it, what is
         printed after the flags.
         """
-        given, loose = cls._split(words)
-        if asks_help(given):
-            print(cls._help_page(program, doc, given))
-            raise SystemExit(0)
+        own = dict(leaves(cls))
         try:
-            return cls._checked(given, loose)
+            given, loose = cls._split(words, own)
+            if "help" in given:
+                print(cls._help_page(program, doc, given, own))
+                raise SystemExit(0)
+            return cls._checked(given, loose, own)
         except UserError as error:
             raise UserError(f"{error}\nSee `{program} --help`.") from error
 
     @classmethod
-    def _split(cls, words: Sequence[str]) -> tuple[Given, list[tuple[str, str]]]:
-        """Return what each flag was given, and all other words, each with the field of the flag before it."""
-        own, waiting, name = dict(leaves(cls)), [*words], ""
-        given, loose = dict[str, list[str | None]](), list[tuple[str, str]]()
+    def _split(cls, words: Sequence[str], own: Fields) -> tuple[Given, list[str]]:
+        """Return what each flag was given, and all other words."""
+        waiting, given, loose = [*words], dict[str, list[str]](), list[str]()
         while waiting:
             word = waiting.pop(0)
-            # A single dash begins a negative number, or a mistake.
-            if not word.startswith("--") and not (word.startswith("-") and word[1:2].isalpha()):
-                loose.append((name, word))
+            if not word.startswith("-"):
+                loose.append(word)
                 continue
             flag, equals, text = word.partition("=")
-            name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag
+            name = "help" if flag == "-h" else flag.lstrip("-").replace("-", "_")
             following = waiting[0] if waiting else "--"
-            value: str | None = text
-            if equals:
-                pass
-            elif name in _HELP or (name in own and bool in kinds_of(own[name])):
-                value = "true"
-            elif name in cls.alone and following.startswith("-"):
-                value = cls.alone[name]
-            else:
-                value = None if following.startswith("--") else waiting.pop(0)
-            given.setdefault(name, []).append(value)
+            if not equals and (name == "help" or (name in own and bool in _kinds(own[name]))):
+                text = "true"
+            elif not equals and name in cls.alone and following.startswith("-"):
+                text = cls.alone[name]
+            elif not equals and following.startswith("--"):
+                cls.check_name(name, own, given)
+                raise UserError(f"{flag}: needs a value, as in {flag} VALUE")
+            elif not equals:
+                text = waiting.pop(0)
+            given.setdefault(name, []).append(text)
         return given, loose
 
     @classmethod
-    def _checked(cls, given: Given, loose: list[tuple[str, str]]) -> Self:
-        fields, own, values = cls.fields(given), dict(leaves(cls)), dict[str, object]()
+    def _checked(cls, given: Given, loose: list[str], own: Fields) -> Self:
+        values = dict[str, object]()
         for name, texts in given.items():
-            if name not in fields:
-                raise UserError(f"{as_flag(name)}: {cls.unknown(name, given)}")
-            if None in texts:
-                raise UserError(f"{as_flag(name)}: needs a value, as in {as_flag(name)} VALUE")
-            kinds, is_own = kinds_of(fields[name]), name in own
-            # A list of the config may be given in several flags.
-            joined = not is_own and len(texts) > 1 and not kinds.isdisjoint((list, tuple))
-            last = ",".join(filter(None, texts)) if joined else texts[-1]
-            values[name] = texts if is_own and list in kinds else last
-        for name in [name for name, field in fields.items() if _is_positional(field)]:
-            number = len(loose) if list in kinds_of(fields[name]) else 1
-            taken, loose = [word for _, word in loose[:number]], loose[number:]
+            cls.check_name(name, own, given)
+            is_list = len(texts) > 1 or (name in own and list in _kinds(own[name]))
+            values[name] = texts if is_list else texts[0]
+        for name in [name for name, field in own.items() if _is_positional(field)]:
+            is_list = list in _kinds(own[name])
+            taken, loose = (loose, []) if is_list else (loose[:1], loose[1:])
             if taken:
-                values[name] = taken if list in kinds_of(fields[name]) else taken[0]
+                values[name] = taken if is_list else taken[0]
         if loose:
-            after, word = loose[0]
-            raise UserError(cls.unexpected(word, after, given))
+            raise UserError(f"unexpected {loose[0]!r}{cls.before_words}")
         try:
             return cls.model_validate(nest(values))
         except ValidationError as error:
-            raise UserError(_mistakes(error, fields)) from error
+            raise UserError(_mistakes(error, own)) from error
 
     @classmethod
-    def _help_page(cls, program: str, doc: str, given: Given) -> str:
-        described(cls)
-        fields, own = cls.fields(given), dict(leaves(cls))
-        groups = {"most used": [name for name in cls.first if name in fields], "options": []}
-        for name in fields:
-            if name not in cls.first:
-                section = "" if name in own else name.rpartition(".")[0]
-                groups.setdefault(section or "options", []).append(name)
+    def _help_page(cls, program: str, doc: str, given: Given, own: Fields) -> str:
+        groups: dict[str, list[str]] = {}
+        intro, fields = cls.help_of(given)
+        for name, field in fields.items():
+            section = "" if name in own else name.rpartition(".")[0]
+            groups.setdefault(section or "options", []).append(_help_row(name, field, cls))
         summary, _, page = doc.strip().partition("\n\n")
-        parts = [f"usage: {program} ...", " ".join(summary.split()), cls.intro(given)]
-        for group, names in groups.items():
-            rows = [_help_row(name, fields[name], cls) for name in names]
-            parts.append("\n".join([f"{group}:", *rows]) if rows else "")
+        parts = [f"usage: {program} ...", " ".join(summary.split()), intro]
+        parts += ["\n".join([f"{group}:", *rows]) for group, rows in groups.items()]
         return "\n\n".join(filter(None, [*parts, page.replace("%(prog)s", program).replace("%%", "%")]))
 
 
-def asks_help(given: Given) -> bool:
-    """Return whether a command line asks for the help page."""
-    return not given.keys().isdisjoint(_HELP)
-
-
-def _mistakes(error: ValidationError, fields: Mapping[str, FieldInfo]) -> str:
-    """Return a line for each wrong value, and one for all that is lacking."""
-    lines, lacking = list[str](), list[str]()
+def _mistakes(error: ValidationError, fields: Fields) -> str:
+    """Return a line for each wrong or missing value."""
+    lines = list[str]()
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
-        name = next((own for own, field in fields.items() if name in (own, field.alias)), name)
-        shown = _shown_name(name, fields[name]) if name in fields else name.upper()
-        if item["type"] == "missing":
-            within = [_shown_name(own, fields[own]) for own in fields if own.startswith(f"{name}.")]
-            lacking += within or [shown]
-        else:
-            lines.append(f"{shown} {item['input']!r}: {plain_words(item)}")
-    return "\n".join([*lines, *([f"required: {', '.join(lacking)}"] if lacking else [])])
+        place = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        names = [n for n, field in fields.items() if place in (n, field.alias) or n.startswith(f"{place}.")]
+        shown = ", ".join(_shown_name(name, fields[name]) for name in names)
+        value = "" if item["type"] == "missing" else f" {item['input']!r}"
+        lines.append(f"{shown}{value}: {plain_words(item)}")
+    return "\n".join(lines)
 
 
-def kinds_of(field: FieldInfo) -> set[Any]:
+def _kinds(field: FieldInfo) -> set[Any]:
     """Return the types that a field may have, without their parameters."""
     kind = field.annotation
     forms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
@@ -189,8 +157,8 @@ def kinds_of(field: FieldInfo) -> set[Any]:
 
 
 def as_flag(name: str) -> str:
-    """Return the flag of a field: `--train.batch-size`; of a single dash, as it was written."""
-    return name if name.startswith("-") else f"--{name.replace('_', '-')}"
+    """Return the flag of a field: `--train.batch-size`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _is_positional(field: FieldInfo) -> bool:
@@ -204,11 +172,10 @@ def _shown_name(name: str, field: FieldInfo) -> str:
 def _help_row(name: str, field: FieldInfo, cls: type[Command]) -> str:
     """Return the lines of a field in the help: flag, placeholder, sentence, default."""
     choices = [f for f in (field.annotation, *get_args(field.annotation)) if get_origin(f) is Literal]
-    words = "|".join(map(str, get_args(choices[0]))) if choices else "TEXT"
-    value = next((_PLACEHOLDERS[kind] for kind in kinds_of(field) & {*_PLACEHOLDERS}), words)
-    value = cls.shown_as.get(name, value)
+    words = "|".join(map(str, get_args(choices[0]))) if choices else name.rpartition(".")[2].upper()
+    value = next((_PLACEHOLDERS[kind] for kind in _kinds(field) & {*_PLACEHOLDERS}), words)
     head = f"  {_shown_name(name, field)}"
-    is_switch = name in cls.model_fields and bool in kinds_of(field)
+    is_switch = name in cls.model_fields and bool in _kinds(field)
     if not _is_positional(field) and not is_switch:
         head += f" [{value}]" if name in cls.alone else f" {value}"
     is_plain = field.is_required() or field.get_default() in (None, False, (), [], "")

@@ -8,49 +8,30 @@ examples:
 
 Each row read gives one prediction: its file, its line, and the probability of the label's positive value; for
 several classes, the likeliest class and the probability of each; for a number, the number. --threshold adds
-the predicted class of two. --keep adds columns of the input. A
-model of recipe retrieval gives user, rank, item and score instead: --top items for each user. Without
---out, predictions are printed as CSV. A model of recipe text continues the text of --prompt.
+the predicted class of two. --keep adds columns of the input. A model of recipe retrieval gives user, rank,
+item and score instead: --top items for each user. Without --out, predictions are printed as CSV. Files are
+read as in training, unless a flag of --data says otherwise. A model of recipe text continues the text of
+--prompt.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import Field
 
 from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command, Positional
-from dphybrid.config import described
 from dphybrid.config.settings import load_settings
-from dphybrid.config.tables import READING_FIELDS, RowFiles
+from dphybrid.config.tables import RowFiles
 from dphybrid.util.errors import UserError
-
-
-class _Rows(BaseModel):
-    """The rows to predict."""
-
-    path: str | None = Field(default=None, description="CSV, TSV or Parquet: a file, folder or pattern.")
-
-
-# How new files are written may differ from the training data; all else comes from the checkpoint.
-_READING: dict[str, Any] = {
-    name: (str | None, Field(default=None, description=f"{field.description} Default: as in training."))
-    for name, field in described(RowFiles).model_fields.items()
-    if name in READING_FIELDS
-}
-if TYPE_CHECKING:
-    _Data = _Rows
-else:
-    _Data = create_model("_Data", __base__=_Rows, **_READING)
 
 
 class Flags(Command):
     """The flags of `predict`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "keep": "COLUMN", "threshold": "P", "top": "K"}
     model: Positional[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
-    data: _Data = _Data()
+    data: RowFiles = RowFiles()
     out: Path | None = None
     """File for the predictions, .parquet or .csv (default: printed as CSV)."""
     devices: str = "cpu"
@@ -60,7 +41,7 @@ class Flags(Command):
     keep: list[str] = Field(default=[])
     """Also write this column of the input; may be repeated."""
     threshold: float | None = None
-    """Of two classes, also write the predicted one: positive if its probability is P or more."""
+    """Of two classes, also write the predicted one: positive if its probability is X or more."""
     top: int | None = None
     """Items for each user, of a model that recommends (default: 10)."""
     prompt: str | None = None
@@ -75,7 +56,7 @@ class Flags(Command):
     def run(self) -> int:
         """Write or print predictions for new files, or continue a text."""
         path = self.data.path
-        given: dict[str, Any] = self.data.model_dump(exclude={"path"}, exclude_none=True)
+        given: dict[str, Any] = self.data.model_dump(exclude={"path"}, exclude_unset=True)
         if (path is None) == (self.prompt is None) or (path is None and given):
             raise UserError("predict: give either --data.path, or --prompt for a model of recipe text")
         if path is None:

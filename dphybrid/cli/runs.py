@@ -1,8 +1,7 @@
-"""List runs, show one, adopt one from elsewhere, or remove runs with everything that only they need.
+"""List runs, adopt one from elsewhere, or remove runs with everything that only they need.
 
 examples:
   %(prog)s
-  %(prog)s show ctr-cpu-1121-044553
   %(prog)s remove ctr-cpu-1121-044553 text-cpux2-1121-045901
   %(prog)s remove --older-than 30 --yes
   %(prog)s adopt ctr-cpu-1121-044553
@@ -15,7 +14,7 @@ and its run and models in MLflow, where `mlflow gc` empties the trash. A run sta
 waits in Prefect's queue, if its records wait, or if its model has an alias.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -28,9 +27,8 @@ from dphybrid.util.text import aligned
 class Flags(Command):
     """The flags of `runs`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"older_than": "DAYS"}
-    action: Positional[Literal["list", "show", "remove", "adopt"]] = "list"
-    """What to do with runs: list, show, remove or adopt."""
+    action: Positional[Literal["list", "remove", "adopt"]] = "list"
+    """What to do with runs: list, remove or adopt."""
     names: Positional[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = None
@@ -39,21 +37,19 @@ class Flags(Command):
     """remove: do it; without this flag only say what would go."""
 
     def run(self) -> int:
-        """List, show or remove runs; return the exit code."""
+        """List, adopt or remove runs; return the exit code."""
         settings = load_settings()
         if self.action == "remove":
             return _remove(self.names, self.older_than, self.yes)
         if self.older_than is not None or self.yes:
             raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
-        if self.action == "show":
-            return _show(self.names)
         if self.action == "adopt":
             return _adopt(self.names)
         from dphybrid.lifecycle.cleanup import row_of
         from dphybrid.run.folder import all_runs
 
         if self.names:
-            raise UserError(f"runs list takes no names; `dphybrid runs show {self.names[0]}` shows a run")
+            raise UserError(f"runs list takes no names; `dphybrid ui {self.names[0]}` shows a run")
         if rows := [row_of(run) for run in all_runs(settings)]:
             _print_table(rows)
         else:
@@ -65,24 +61,6 @@ def _print_table(rows: list[dict[str, object]]) -> None:
     # Without the columns that are empty in all rows.
     names = [name for name in rows[0] if any(str(row[name]) for row in rows)]
     print("\n".join(aligned([names, *([str(row[name]) for name in names] for row in rows)])))
-
-
-def _show(names: list[str]) -> int:
-    from dphybrid.lifecycle.cleanup import needs_of, row_of
-    from dphybrid.run.folder import read_run
-
-    settings = load_settings()
-    if not names:
-        raise UserError("runs show: name the runs; `dphybrid runs` lists them")
-    for name in names:
-        run = read_run(settings.runs_dir / name, settings)
-        facts = {**row_of(run), "folder": run.folder, "MLflow": run.page.run_id or "not recorded"}
-        facts |= {"devices": run.page.devices, "attempts": run.page.attempt}
-        for key, value in facts.items():
-            print(f"{key:<11} {value}")
-        for path, size in needs_of(run, settings).items():
-            print(f"{'needs':<11} {path} ({size / 2**20:.1f} MiB)")
-    return 0
 
 
 def _adopt(names: list[str]) -> int:

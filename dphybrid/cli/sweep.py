@@ -7,14 +7,14 @@ examples:
 
 Each run is a separate process; as many run at once as the GPUs allow, or one on the CPU. To continue a sweep,
 repeat the command with its --sweep NAME. Its record is Optuna's study, sweeps/NAME/study.journal of the data
-folder; `dphybrid compare --sweep NAME` compares the runs.
+folder.
 """
 
 import json
 import secrets
 import shlex
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -29,8 +29,7 @@ _EXAMPLE = """'{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'"""
 class Flags(ExperimentCommand):
     """The flags of `sweep`."""
 
-    shown_as: ClassVar[dict[str, str]] = {**ExperimentCommand.shown_as, "grid": "JSON", "sweep": "NAME"}
-    grid: str | None = None
+    grid: str
     """The values of each field, such as '{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'."""
     trials: int | None = Field(default=None, ge=1)
     """Search with Optuna, N runs in all; a field may then have a range {low, high, log or step}."""
@@ -43,8 +42,6 @@ class Flags(ExperimentCommand):
 
     def run(self) -> int:
         """Run a sweep; return 1 when a run failed, else 0."""
-        if self.grid is None:
-            raise UserError(f"a sweep needs fields and their values; give --grid {_EXAMPLE}")
         grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
         name = _new_name() if self.sweep is None else self.sweep
@@ -57,8 +54,6 @@ class Flags(ExperimentCommand):
             facts = {n: metric_text(v) if isinstance(v, float) else v for n, v in result.row.items() if v}
             print("  ".join(f"{name}={value}" for name, value in facts.items()))
         print(f"Study: {sweep.folder(settings) / 'study.journal'}")
-        if sum(result.report is not None for result in results) > 1:
-            print(f"Compare: dphybrid compare --sweep {shlex.quote(name)}")
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
         return 1 if failures(results) else 0

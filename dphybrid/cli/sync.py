@@ -6,8 +6,6 @@ compared them with the champion are compared now. The exit code is 1 when MLflow
 record, or a model could not be compared.
 """
 
-from typing import ClassVar
-
 from dphybrid.cli.parser import Command
 from dphybrid.config.own_runs import own_folders, why_foreign
 from dphybrid.config.settings import UPLOAD_LIMIT, load_settings
@@ -18,9 +16,8 @@ from dphybrid.util.text import masked, printable
 class Flags(Command):
     """The flags of `sync`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"wait": "SECONDS"}
     wait: float = 60.0
-    """How long copying each run may take."""
+    """Seconds that copying each run may take."""
 
     def run(self) -> int:
         """Copy what waits; return 1 when MLflow still lacks something, else 0."""
@@ -30,7 +27,7 @@ class Flags(Command):
         own = own_folders(settings)
         for name in sorted({page.parent.name for page in settings.runs_dir.glob("*/record.jsonl")}):
             if settings.runs_dir / name not in own:
-                print(printable(f"{name}: not sent: {why_foreign(settings, name)}"), flush=True)
+                print(printable(f"{name}: not sent: {why_foreign(name)}"), flush=True)
         where = own, settings.mlflow_dir, settings.mlflow_uri
         for line, is_whole in sync(*where, UPLOAD_LIMIT, wait_s=self.wait):
             print(masked(line), flush=True)

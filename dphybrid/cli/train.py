@@ -6,7 +6,7 @@ examples:
   %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
   %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
   %(prog)s --resume                           continue the newest run of the recipe
-  %(prog)s --config experiment.toml --report result.html
+  %(prog)s --config experiment.toml --report result.json
 
 Without --recipe, a label selects ctr, anything else text. A TOML file uses the same names as the flags:
 `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
@@ -14,21 +14,14 @@ Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import Command
-from dphybrid.config.settings import load_settings
-from dphybrid.run.folder import read_run
-from dphybrid.util.files import write_text
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
-
-if TYPE_CHECKING:
-    from dphybrid.run.pages import Report
 
 
 def flow_command(name: str, summary: str, command: type[Command], words: Sequence[str]) -> Any:
@@ -36,19 +29,6 @@ def flow_command(name: str, summary: str, command: type[Command], words: Sequenc
     `dphybrid train`."""
     page = (__doc__ or "").partition("\n\n")[2]
     return command.parse(f"python -m dphybrid.flows.{name}", f"{summary}\n\n{page}", words)
-
-
-def keep_report(report: "Report", file: Path | None) -> None:
-    """Write a run's report where --report says: as a page if the file's name ends in .html, else as JSON."""
-    if file is not None and file.suffix == ".html":
-        from dphybrid.run.experiment import Experiment
-        from dphybrid.run.report import report_page
-
-        settings = load_settings()
-        run = read_run(settings.runs_dir / report.run_name, settings)
-        write_text(file, report_page(Experiment.of(run), report))
-    elif file is not None:
-        report.write(file)
 
 
 def _tag(text: str) -> str:
@@ -62,9 +42,8 @@ def _tag(text: str) -> str:
 class Flags(RunCommand):
     """The flags of `train`."""
 
-    shown_as: ClassVar[dict[str, str]] = {**RunCommand.shown_as, "tag": "NAME=VALUE"}
     tag: list[Annotated[str, AfterValidator(_tag)]] = Field(default=[])
-    """Tag for the MLflow run; may be repeated."""
+    """Tag for the MLflow run, NAME=VALUE; may be repeated."""
 
     def run(self) -> int:
         """Train."""
@@ -74,5 +53,6 @@ class Flags(RunCommand):
             from dphybrid.run.job import run_job
         report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
         print(report.text)
-        keep_report(report, self.report)
+        if self.report is not None:
+            report.write(self.report)
         return 0

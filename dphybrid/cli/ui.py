@@ -1,4 +1,4 @@
-"""Open MLflow's pages on one run, or on the list of a recipe's runs.
+"""Show MLflow's pages of one run, or of the list of a recipe's runs: print their address.
 
 examples:
   %(prog)s                                    all runs of the recipe that was trained last
@@ -8,16 +8,9 @@ Without a server (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), this starts MLflo
 Ctrl-C. It serves you alone: its address contains a token.
 """
 
-import atexit
-import html
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import time
-import webbrowser
-from pathlib import Path
 
 from pydantic import Field
 
@@ -26,8 +19,6 @@ from dphybrid.config.own_runs import is_own
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.errors import UserError
 
-_FIRST_PORT, _LAST_PORT = 5000, 5049
-
 
 class Flags(Command):
     """The flags of `ui`."""
@@ -35,12 +26,10 @@ class Flags(Command):
     run_name: Positional[str | None] = Field(default=None, alias="RUN")
     """Name or MLflow id of a run (default: the runs of the recipe that was trained last)."""
     port: int | None = Field(default=None, ge=1)
-    """Port of the server that is started (default: a free one from 5000 to 5049)."""
-    no_browser: bool = False
-    """Only print the address."""
+    """Port of the server that is started (default: a free one)."""
 
     def run(self) -> int:
-        """Open MLflow's pages. A server that is started for them runs until Ctrl-C."""
+        """Print the address of MLflow's pages. A server that is started for them runs until Ctrl-C."""
         from dphybrid.tracking.opening import store_to_read
         from dphybrid.tracking.tracker import page_address
 
@@ -53,14 +42,14 @@ class Flags(Command):
 
         page = page_path(settings, self.run_name)
         if port is None:
-            _show(page_address(uri, page), not self.no_browser)
+            print(page_address(uri, page))
             return 0
         print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
         # SIGTERM then raises KeyboardInterrupt, so that `serving` ends the server together with this process.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with serving(uri, port) as (server, token):
-                _show(f"http://127.0.0.1:{port}/?token={token}#{page}", not self.no_browser)
+                print(f"http://127.0.0.1:{port}/?token={token}#{page}", flush=True)
                 # Not server.wait(): that does not return when another thread receives the signal first.
                 while server.poll() is None:
                     time.sleep(0.2)
@@ -90,35 +79,14 @@ def page_path(settings: Settings, name: str | None) -> str:
 
 
 def _free_port(wanted: int | None) -> int:
-    """Return the port to listen on: `wanted`, or the first free one from 5000 to 5049. Raises UserError when
-    there is none."""
-    for port in [wanted] if wanted is not None else range(_FIRST_PORT, _LAST_PORT + 1):
-        with socket.socket() as probe:
-            # Set as the server sets it: a port whose last connection ended a moment ago counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except (OSError, OverflowError) as error:
-                if wanted is not None:
-                    raise UserError(
-                        f"--port {port}: cannot be used ({error}); give another, or leave it out for the "
-                        f"first free one from {_FIRST_PORT} on"
-                    ) from error
-                continue
-            return port
-    raise UserError(f"ports {_FIRST_PORT} to {_LAST_PORT} are taken; give a free one with --port")
-
-
-def _show(address: str, browser: bool) -> None:
-    """Print an address and open it in a browser, unless `browser` is False."""
-    print(address, flush=True)
-    if not browser:
-        return
-    # All users can read a browser's command line. It names a private file, which redirects to the address, so
-    # that the command line does not show the token.
-    folder = Path(tempfile.mkdtemp(prefix="dphybrid-ui-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    page = folder / "open.html"
-    page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">', encoding="utf-8")
-    if not webbrowser.open(page.as_uri()):
-        print("No browser was found; open the address in your own.", file=sys.stderr)
+    """Return the port to listen on: `wanted`, or a free one. Raises UserError if it cannot be used."""
+    with socket.socket() as probe:
+        # Set as the server sets it: a port whose last connection ended a moment ago counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted or 0))
+        except (OSError, OverflowError) as error:
+            remedy = "give another, or leave it out for a free one"
+            raise UserError(f"--port {wanted}: cannot be used ({error}); {remedy}") from error
+        port: int = probe.getsockname()[1]
+        return port

@@ -5,7 +5,6 @@ On Ctrl-C or SIGTERM it takes no more runs; those that it has write checkpoints 
 """
 
 import socket
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -15,7 +14,6 @@ from dphybrid.cli.parser import Command, prefect_part
 class Flags(Command):
     """The flags of `worker`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"pool": "NAME", "name": "NAME", "queue": "NAME"}
     pool: str = "gpu"
     """Work pool."""
     name: str = socket.gethostname().split(".")[0]

@@ -76,7 +76,7 @@ class ClusterEngine(Engine):
 
     def launch(self, folder: Path, settings: Settings, stop: StopRequest) -> bool:
         """Train a built run in ranks. When a rank dies, all ranks restart from the newest checkpoint, up to
-        `cluster_restarts` times.
+        three times.
 
         Raises UserError if the ranks refuse the run, Interrupted if they were stopped.
         """

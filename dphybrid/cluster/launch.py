@@ -27,6 +27,8 @@ from dphybrid.util.pages import Page
 from dphybrid.util.stop import StopRequest, watching
 
 _POLL_S = 0.2
+_RESTARTS = 3
+"""How often the ranks of a run are restarted from its newest checkpoint after one has died."""
 _END_S = 40.0
 """How long ranks that have lost torchrun may take to write a checkpoint and end."""
 _SEVERAL = "PET_NNODES"
@@ -75,13 +77,13 @@ def _loopback() -> str:
 def train_in_ranks(folder: Path, ranks: int, settings: Settings, stop: StopRequest) -> Outcome:
     """Train the run of a folder with this machine's ranks; return how they ended. Raises UserError if ranks
     died too often."""
-    here, restarts, logs = local_ranks(ranks), settings.cluster_restarts, folder / "ranks"
+    here, logs = local_ranks(ranks), folder / "ranks"
     print(f"Starting {here} ranks; only the first prints here, the others write to {logs}", flush=True)
     environment = rank_environment(settings.model_dump(mode="json"))
-    code = run_ranks(here, ("dphybrid.run.joined", str(folder)), folder, environment, restarts, stop)
+    code = run_ranks(here, ("dphybrid.run.joined", str(folder)), folder, environment, _RESTARTS, stop)
     if not (folder / OUTCOME).is_file():
         raise UserError(
-            f"the ranks of run {folder.name} ended with exit code {code} after at most {restarts} restarts; "
+            f"the ranks of run {folder.name} ended with exit code {code} after at most {_RESTARTS} restarts; "
             f"see their output above and in {logs}, then continue from the newest checkpoint with --resume"
         )
     return Outcome.read(folder / OUTCOME)

@@ -7,12 +7,9 @@ sections `table`, `train`, `checkpoint` and `cluster`; each has its own classes 
 (`dphybrid.recipes`). Needs no package but pydantic.
 """
 
-import ast
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from inspect import cleandoc, get_annotations, getsource
-from itertools import pairwise
+from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -54,7 +51,9 @@ class Section(BaseModel):
     """A section of the config: frozen, and an unknown field is an error."""
 
     # ser_json_inf_nan: an infinite value, which JSON has not, must not become null.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_inf_nan="constants", use_attribute_docstrings=True
+    )
 
     used_with: ClassVar[Mapping[str, str]] = {}
     """Fields that do something only with some values of another one: name -> `section.field=value,value`; no
@@ -108,37 +107,6 @@ def fields_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
 
     # pydantic lists inherited fields first; the sort is stable, so that all others keep their order.
     return dict(sorted(section.model_fields.items(), key=lambda item: is_shared(item[0])))
-
-
-def described(model: type[BaseModel]) -> type[BaseModel]:
-    """Return a class whose fields, and those of its sections, have the text below them as description. For
-    --help and docs alone: reading the source code takes a tenth of a second."""
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            described(kind)
-        elif field.description is None:
-            owners = [base for base in model.__mro__ if name in get_annotations(base)]
-            texts = (_texts_below_fields(base.__module__).get((base.__name__, name)) for base in owners)
-            field.description = next(filter(None, texts), None)
-    return model
-
-
-@cache
-def _texts_below_fields(module: str) -> Mapping[tuple[str, str], str]:
-    """Return the texts below the fields of a module's classes, by class and field."""
-    try:
-        source = getsource(sys.modules[module])
-    except (OSError, TypeError):  # of a notebook, say
-        return {}
-    return {
-        (owner.name, ast.unparse(field.target)): cleandoc(below.value.value)
-        for owner in ast.walk(ast.parse(source))
-        if isinstance(owner, ast.ClassDef)
-        for field, below in pairwise(owner.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
-        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
-    }
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -12,7 +12,6 @@ from dphybrid.util.files import read_json, sync
 
 LIST = ".own-runs"
 """Name of the list in the data folder: a line `UID NAME` for each run."""
-_UNTRUSTED = "its data folder was chosen by a .env; set DPHYBRID_DATA_DIR in the environment"
 
 
 def enter(folder: Path) -> str:
@@ -32,7 +31,7 @@ def enter(folder: Path) -> str:
 def is_own(folder: Path, settings: Settings) -> bool:
     """Return whether the data folder has made or adopted the run in `folder`, which may have been renamed
     since. A copy of a run that still exists is not its own."""
-    if not settings.trusts_data_dir or folder.resolve().parent != settings.runs_dir.resolve():
+    if folder.resolve().parent != settings.runs_dir.resolve():
         return False
     uid = _uid_of(folder)
     name = entered(settings).get(uid) if uid else None
@@ -50,19 +49,17 @@ def wrote(page: Path, settings: Settings) -> bool:
     path, runs = page.resolve(), settings.runs_dir.resolve()
     if path.is_relative_to(runs):
         return is_own(runs / path.relative_to(runs).parts[0], settings)
-    return settings.trusts_data_dir and path.is_relative_to(settings.mlflow_dir.resolve())
+    return path.is_relative_to(settings.mlflow_dir.resolve())
 
 
 def check_own(folder: Path, settings: Settings, deed: str) -> None:
     """Raise UserError unless the run is the data folder's own. deed: what it would do."""
     if not is_own(folder, settings):
-        raise UserError(f"{folder.name}: {why_foreign(settings, folder.name)}; {deed}")
+        raise UserError(f"{folder.name}: {why_foreign(folder.name)}; {deed}")
 
 
-def why_foreign(settings: Settings, name: str) -> str:
+def why_foreign(name: str) -> str:
     """Return why a run does not act, and the remedy."""
-    if not settings.trusts_data_dir:
-        return _UNTRUSTED
     return (
         f"it was not made in this data folder; `dphybrid runs adopt {name}`, if you trust it, makes it yours"
     )

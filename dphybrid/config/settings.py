@@ -1,23 +1,18 @@
-"""Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env`
-file. Settings are not part of an experiment. Devices and threads change a result by rounding, and another
-number of GPUs also by other dropout masks; the other settings do not change it."""
+"""Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables. Settings are not
+part of an experiment. Devices and threads change a result by rounding, and another number of GPUs also by
+other dropout masks; the other settings do not change it."""
 
 import os
-import sys
-from functools import cache
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from dotenv import dotenv_values
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dphybrid.config import DeviceText
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import given_path, keep_private, read_own_text
+from dphybrid.util.files import given_path, keep_private
 from dphybrid.util.hours import parse_training_hours
-from dphybrid.util.text import masked, printable
 
 _PREFIX = "DPHYBRID_"
 EXPERIMENT = "dphybrid"
@@ -26,74 +21,17 @@ UPLOAD_LIMIT = 900 * 2**20
 """A checkpoint's file of more bytes is not uploaded to an MLflow server: its path and digest are recorded."""
 _CENTURY_S = 100 * 365 * 86_400.0
 """The longest time that a setting may give: the system's calls refuse some that are longer."""
-ENV_FILE = "DPHYBRID_ENV_FILE"
-"""Variable with the path of the file that is read instead of the working folder's `.env`: a worker's runs
-read that of the worker, wherever they work."""
-_NAMING_CODE = ("nvml",)
-"""Settings that choose code to import. A `.env` file cannot set them: it belongs to a folder, and copying a
-folder, or unpacking it, must not be enough to run its code."""
-_PATHS = ("data_dir", "lease_dir")
-_CREDENTIALS = ("TOKEN", "USERNAME", "PASSWORD", "AUTH", "CLIENT_CERT_PATH")
-
-
-def env_file() -> Path:
-    """Return the path of the file with settings, which need not exist."""
-    return Path(os.environ.get(ENV_FILE) or ".env")
-
-
-def _read_env_file() -> dict[str, Any]:
-    """Return the settings of `.env` that the environment does not override. Paths in it are relative to its
-    folder. It chooses no code, and no address for the credentials of the environment: a note on standard
-    error names what is ignored."""
-    file = env_file()
-    # Some people have a folder of this name, with a virtual environment in it.
-    if file.is_dir() or not os.path.lexists(file):
-        return {}
-    try:
-        lines = dotenv_values(stream=StringIO(read_own_text(file)))
-    except UserError as fault:
-        note(str(fault))
-        return {}
-    folder, outside = file.absolute().parent, {name.upper() for name, value in os.environ.items() if value}
-    values = dict[str, Any]()
-    for name in Settings.model_fields:
-        variable, why = f"{_PREFIX}{name.upper()}", ""
-        value = next((text for key, text in lines.items() if key.upper() == variable), None)
-        if name in _NAMING_CODE:
-            why = "it names code to import"
-        elif name == "tracking_uri" and "://" in str(value) and _has_credentials():
-            why = "the environment's credentials for MLflow are not for its address"
-        if value and why:
-            note(f"{file.absolute()}: {variable} is ignored: {why}; set it in the environment")
-        elif value and variable not in outside:
-            values[name] = str(folder / value) if name in _PATHS and value[0] != "~" else value
-    return values
-
-
-@cache
-def note(text: str) -> None:
-    """Print a note on standard error, once in a process: settings are read many times."""
-    print(f"Note: {printable(masked(text))}", file=sys.stderr, flush=True)
-
-
-def _has_credentials() -> bool:
-    """Return whether MLflow's client would send the user's credentials to any address."""
-    given = any(os.environ.get(f"MLFLOW_TRACKING_{name}") for name in _CREDENTIALS)
-    return given or Path("~/.mlflow/credentials").expanduser().exists()
 
 
 class Settings(BaseSettings):
     """Settings of this machine and user."""
 
-    # extra="ignore": a .env file may hold other programs' variables.
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
         env_ignore_empty=True,  # an empty variable counts as unset
-        extra="ignore",
+        use_attribute_docstrings=True,
         frozen=True,
     )
-
-    _of_env_file: bool = PrivateAttr(default=False)
 
     data_dir: Path = Path("~/.dphybrid")
     """Folder for prepared data, checkpoints and the default MLflow store."""
@@ -111,8 +49,6 @@ class Settings(BaseSettings):
     cluster_timeout_s: float = Field(default=300.0, gt=0, le=_CENTURY_S)
     """Seconds that a rank waits for the other ranks in a joint operation. A rank that has died is noticed at
     once."""
-    cluster_restarts: int = Field(default=3, ge=0)
-    """How often the ranks of a run are restarted from its newest checkpoint after one has died."""
     experiment: str = Field(default=EXPERIMENT, min_length=1)
     """MLflow experiment that holds the runs. dphybrid: an experiment for each recipe, dphybrid/RECIPE."""
     lease_dir: Path = Path("/var/lock/dphybrid")
@@ -157,12 +93,6 @@ class Settings(BaseSettings):
         return value
 
     @property
-    def trusts_data_dir(self) -> bool:
-        """Whether the data folder's list of own runs counts: not if a `.env` chose the folder, as both may
-        have been unpacked together."""
-        return not self._of_env_file
-
-    @property
     def mlflow_uri(self) -> str | None:
         """The tracking URI to use; None: the embedded store."""
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
@@ -190,27 +120,18 @@ class Settings(BaseSettings):
         return self.data_dir / "mlflow"
 
 
-def load_settings(**given: object) -> Settings:
-    """Read the settings: what is given, then the environment, then `.env`. Raises UserError that names the
-    wrong variable."""
+def load_settings(**given: Any) -> Settings:
+    """Read the settings: what is given, then the environment. Raises UserError that names the wrong
+    variable."""
     # Not cached: a command may set variables between two calls.
     try:
-        of_file = _read_env_file()
-        settings = Settings.model_validate(of_file | given)
+        settings = Settings(**given)
     except ValidationError as error:
         lines = [
             f"{_PREFIX}{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()
         ]
         raise UserError("\n".join(lines)) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{env_file().absolute()}: is not UTF-8 text ({error}); save it as UTF-8") from error
-    except OSError as error:
-        raise UserError(
-            f"{error.filename}: cannot be read ({error.strerror}); remove it, or correct it"
-        ) from error
     # A missing folder is fine, as runs make it; a file in its place would only fail deep inside a run.
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
-    if named := of_file.get("data_dir"):
-        settings._of_env_file = given_path(named, "data_dir").absolute() == settings.data_dir
     return settings

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dphybrid.config import DataConfig, Names
 
@@ -76,7 +76,7 @@ class RowFiles(DelimitedFiles):
 
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto: inferred from the file."""
-    missing: Names | None = ()
+    missing: Annotated[Names | None, BeforeValidator(lambda given: None if given == "" else given)] = ()
     """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
     like always do, unless this is given as the empty text. Write --data.missing=-1 for a text that begins
     with a minus."""

@@ -83,11 +83,6 @@ def row_of(run: Run) -> dict[str, object]:
     }
 
 
-def needs_of(run: Run, settings: Settings) -> dict[Path, int]:
-    """Return the bytes of the prepared data and frames that a run needs, by path."""
-    return {path: size_of([path]) for path in sorted(_used_by([run]) & _own_paths(settings))}
-
-
 def plan_removal(
     settings: Settings,
     names: Collection[str] = (),

@@ -32,7 +32,7 @@ from prefect.settings import (
 from prefect.states import Failed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
-from dphybrid.config.settings import ENV_FILE, Settings, env_file, load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import Inventory, visible
 from dphybrid.gpus.leases import free_now
 from dphybrid.orchestration.queueing import (
@@ -327,10 +327,8 @@ def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None, w
             )
         # With 9 retries, a finished run can still report its state after an outage of a quarter of an hour.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
-        # The runs work in folders of their own.
-        os.environ[ENV_FILE] = str(env_file().absolute())
         settings = load_settings()
-        # As the user who started the worker has chosen it: of a data folder that a `.env` chose, no run acts.
+        # Absolute: the runs work in folders of their own.
         os.environ["DPHYBRID_DATA_DIR"] = str(settings.data_dir)
         free_now(Inventory(settings.nvml), settings)  # or the lease folder's fault would end the worker later
         wanted = list(queues or [name, *SHARED_QUEUES])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
-from dphybrid.config.own_runs import check_own, enter, entered, is_own, why_foreign
+from dphybrid.config.own_runs import check_own, enter, entered, is_own
 from dphybrid.config.settings import EXPERIMENT, UPLOAD_LIMIT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
@@ -169,8 +169,6 @@ def adopt(settings: Settings, name: str) -> Run:
     run = read_run(folder, settings)
     if is_own(folder, settings):
         raise UserError(f"{name}: is this data folder's own run already")
-    if not settings.trusts_data_dir:
-        raise UserError(f"{name}: {why_foreign(settings, name)}")
     if folder.is_symlink():
         raise UserError(f"{name}: is a link; copy the folder that it leads to")
     with holding(folder):

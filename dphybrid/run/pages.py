@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from dphybrid.training.results import Chart, Confusion, SavingCosts, SplitRow
+from dphybrid.training.results import Chart, SavingCosts, SplitRow
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
@@ -57,7 +57,7 @@ class MetricsPage(Page):
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
     baselines: dict[str, dict[str, float]] = Field(default_factory=dict)
-    charts: list[Chart | Confusion] = Field(default_factory=list)
+    charts: list[Chart] = Field(default_factory=list)
 
 
 class Report(TrainedPage):

@@ -16,12 +16,12 @@ from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import FLOW_RUN_URL_TAG, attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, TrainedPage
-from dphybrid.tracking.html import Line, bars, html_of, lines, matrix
+from dphybrid.tracking.html import Line, bars, html_of, lines
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state, step_of
 from dphybrid.training.metrics import Task
-from dphybrid.training.results import Chart, Confusion
+from dphybrid.training.results import Chart
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.text import as_flags, as_markdown, masked, metric_text, printable
 
@@ -244,20 +244,15 @@ def report_page(experiment: Experiment, report: Report) -> str:
     }
     figures = {
         "How it learned": curves,
-        f"What it predicts: {'test' if report.test else 'validation'} rows": list(map(chart_figure, charts)),
+        f"What it predicts: {'test' if report.test else 'validation'} rows": list(map(_chart_figure, charts)),
         "Where time went": [bars(times, "seconds")],
     }
     return html_of(report.run_name, _texts(experiment, report), figures)
 
 
-def chart_figure(chart: Chart | Confusion) -> str:
-    """Draw a chart of predictions as SVG."""
-    if isinstance(chart, Confusion):
-        return matrix(chart.title, chart.classes, chart.counts)
+def _chart_figure(chart: Chart) -> str:
+    """Draw a chart of predictions as SVG, beside the line y = x."""
     xs, ys = zip(*chart.points, strict=True) if chart.points else ((), ())
-    on_both = [*xs, *ys] if chart.line == "equal" else xs
-    ends = [min(on_both, default=0.0), max(on_both, default=1.0)]
-    shown: list[Line] = [(xs, ys, chart.drawn)]
-    if chart.line != "none":
-        shown.insert(0, (ends, ends if chart.line == "equal" else [0.0, 0.0], "reference"))
+    ends = [min([*xs, *ys], default=0.0), max([*xs, *ys], default=1.0)]
+    shown: list[Line] = [(ends, ends, "reference"), (xs, ys, chart.drawn)]
     return lines(shown, chart.title, chart.xlabel, chart.ylabel)

@@ -31,11 +31,9 @@ _HEAD = """<!doctype html>
     padding: 1rem; }
   h2 { font-size: 1.1rem; margin: 1.6rem 0 .5rem; border-bottom: 1px solid #d8dee6; }
   pre { background: #f4f6f8; padding: .6rem; overflow-x: auto; } pre:empty { display: none; }
-  table { border-collapse: collapse; } th { vertical-align: bottom; } td + td, th + th { text-align: right; }
-  th, td { text-align: left; padding: .1rem .5rem; border-bottom: 1px solid #d8dee6; }
   svg { max-width: 100%; height: auto; margin-right: 1.5rem; font-size: 11px; overflow: visible; }
-  @media (max-width: 45rem) { pre, table { font-size: .75rem; } svg { margin: 0; }
-    pre:first-of-type { white-space: pre-wrap; overflow-wrap: anywhere; } th, td { padding: .1rem .15rem; } }
+  @media (max-width: 45rem) { pre { font-size: .75rem; } svg { margin: 0; }
+    pre:first-of-type { white-space: pre-wrap; overflow-wrap: anywhere; } }
   svg .title { font-size: 13px; } .middle { text-anchor: middle; } .end { text-anchor: end; }
   .grid { stroke: #e4e8ed; } .axis { stroke: #1d2733; } .mark { fill: #4c78a8; }
   polyline { fill: none; stroke: #4c78a8; stroke-width: 1.5; }
@@ -54,14 +52,6 @@ def html_of(title: str, texts: Mapping[str, str], figures: Mapping[str, Sequence
     return printable(
         f"{_HEAD}\n<title>{html.escape(title)}</title>\n<h1>{html.escape(title)}</h1>\n" + "\n".join(parts)
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as a table. The first one is its head, in which names may break at underscores."""
-    head, *body = [[html.escape(cell) for cell in row] for row in rows]
-    lines = ["".join(f"<th>{name.replace('_', '_<wbr>')}</th>" for name in head)]
-    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> str:
@@ -108,32 +98,6 @@ def bars(values: Mapping[str, float], x: str) -> str:
     return _figure(parts, "", 10 + _LETTER * max(map(len, names)), _WIDTH, height, 40)
 
 
-def matrix(title: str, names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
-    """Draw a confusion matrix as shares of each true class, which is a line of it."""
-    names, cell, parts = [_short(name, 16) for name in names], 40, list[str]()
-    totals = [f"{name} ({sum(line):,.6g})" for name, line in zip(names, counts, strict=True)]
-    height = _ROW * len(names)
-    for row, (total, line) in enumerate(zip(totals, counts, strict=True)):
-        parts.append(_text(-6, row * _ROW + 15, total, "end"))
-        for column, count in enumerate(line):
-            share = count / (sum(line) or 1.0)
-            red, green, blue = (round(255 + share * (dark - 255)) for dark in (8, 48, 107))
-            size = f'x="{column * cell}" y="{row * _ROW}" width="{cell}" height="{_ROW}"'
-            parts.append(f'<rect {size} fill="rgb({red},{green},{blue})"/>')
-            if share >= 0.005:
-                fill = ' fill="white"' if share > 0.5 else ""
-                parts.append(_text((column + 0.5) * cell, row * _ROW + 15, f"{share:.0%}", "middle", fill))
-    parts += [
-        _text((column + 0.6) * cell, height + 12, name, "end", turned=-45)
-        for column, name in enumerate(names)
-    ]
-    left, below = (_LETTER * max(map(len, each)) for each in (totals, names))
-    wide, depth = cell * len(names), 0.72 * below + 16
-    parts.append(_text(wide / 2, height + depth + 12, "predicted class", "middle"))
-    parts.append(_text(-left - 16, height / 2, "true class", "middle", turned=-90))
-    return _figure(parts, title, max(left + 28, depth), wide, height, depth + 18)
-
-
 class _Scale:
     """Maps values to pixels from 0 to `size`, with round numbers at its ticks."""
 
@@ -168,8 +132,8 @@ def _bottom(scale: _Scale, height: float, title: str) -> Iterator[str]:
     yield _text(_WIDTH / 2, height + 33, _short(title, 58), "middle")
 
 
-def _text(x: float, y: float, text: str, style: str, more: str = "", turned: int = 0) -> str:
-    more += f' transform="rotate({turned} {x:.1f} {y:.1f})"' if turned else ""
+def _text(x: float, y: float, text: str, style: str, turned: int = 0) -> str:
+    more = f' transform="rotate({turned} {x:.1f} {y:.1f})"' if turned else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"{more}>{html.escape(text)}</text>' if text else ""
 
 

@@ -11,33 +11,22 @@ if TYPE_CHECKING:
 
 
 class Chart(BaseModel):
-    """A plot of points (x, y), or of the line through them. name: what it shows, in one word. line: the
-    reference line, y = x or y = 0."""
+    """A plot of points (x, y), or of the line through them. name: what it shows, in one word."""
 
     name: str
     title: str
     xlabel: str
     ylabel: str
     points: list[tuple[float, float]]
-    line: Literal["equal", "zero", "none"] = "equal"
     drawn: Literal["points", "line"] = "points"
 
     @classmethod
     def of(
         cls, name: str, title: str, axes: tuple[str, str], x_T: "np.ndarray", y_T: "np.ndarray", **more: Any
     ) -> Self:
-        """Return the plot of these points. axes: names of x and y. more: `line` and `drawn`."""
+        """Return the plot of these points. axes: names of x and y. more: `drawn`."""
         points = list(zip(x_T.tolist(), y_T.tolist(), strict=True))
         return cls(name=name, title=title, xlabel=axes[0], ylabel=axes[1], points=points, **more)
-
-
-class Confusion(BaseModel):
-    """A confusion matrix. counts: one line for each true class, one column for each predicted class."""
-
-    name: str
-    title: str
-    classes: list[str]
-    counts: list[list[float]]
 
 
 class SavingCosts(BaseModel):

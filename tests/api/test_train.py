@@ -14,7 +14,6 @@ import torch
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import experiment
-from dphybrid.cli.flags import recipe_of
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame
 from dphybrid.run.folder import RunPage
@@ -56,11 +55,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
         yield dphybrid.train(visits(), **given)
 
 
-def test_an_unrecorded_run_does_not_decide_the_next_ones_recipe(run: TrainedRun) -> None:
-    assert recipe_of({"data.path": ["triples.txt"]}) == "text"
-    assert recipe_of({"resume": [run.name]}) == "ctr"
-
-
 def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> None:
     visits().write_parquet(tmp_path / "visits.parquet")
     flags = [f"data.path={tmp_path / 'visits.parquet'}", "data.label=clicked", "devices=cpu*2"]
@@ -99,9 +93,7 @@ def test_what_a_run_shows(run: TrainedRun) -> None:
     report = run.report()
     assert report.text.startswith("Validation:  auc ")
     assert 'srcdoc="&lt;!doctype html&gt;' in report._repr_html_()
-    assert "What it predicts" in report.save(run.folder / "page.html").read_text()
-    with refused("name a file in a folder that exists"):
-        report.save(run.folder / "no" / "page.html")
+    assert "What it predicts" in report.page()
 
 
 def test_runs_are_listed_newest_first(run: TrainedRun) -> None:

@@ -35,7 +35,7 @@ check(None)
 )
 def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path: Path) -> None:
     source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
-    for name in ("dphybrid", "flows", "examples/newrecipe", "examples/tutorials"):
+    for name in ("dphybrid", "flows", "examples/tutorials"):
         shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source / name)

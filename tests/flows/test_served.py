@@ -205,8 +205,10 @@ def test_the_page_retrains_and_scores(
     answers = write_visits(1500, 300)
     subprocess.run(WRITE, shell=True, check=True, cwd=tmp_path, env=team.env())
     terminal.types(tmp_path, ADDRESS, RETRAIN)
-    (decision,) = team.post("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["decision"]}}})
-    assert decision["data"].startswith("Promoted: the challenger of visits is ")
+    wanted = {"flows": {"name": {"any_": ["retrain-hybrid"]}}, "sort": "START_TIME_DESC"}
+    state = team.post("/flow_runs/filter", wanted)[0]["state"]
+    assert state["name"] == "Promoted"
+    assert state["message"].startswith("the challenger of visits is ")
     terminal.types(tmp_path, PREDICT)
     scored = pl.read_csv(tmp_path / "scored.csv")
     assert len(scored) == len(answers) == 300

@@ -464,7 +464,7 @@ def test_gpus_that_torch_cannot_use_are_said_by_all_commands_alike(
     monkeypatch.setattr("dphybrid.cli.doctor.find_spec", lambda _: None)  # Prefect takes seconds
     monkeypatch.setenv("DPHYBRID_NVML", "tests.fake_nvml")
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(data_dir.parent / "leases"))
-    for module in ("dphybrid.gpus.inventory", "dphybrid.gpus.devices", "dphybrid.cli.doctor"):
+    for module in ("dphybrid.gpus.inventory", "dphybrid.gpus.devices"):
         monkeypatch.setattr(f"{module}.REAL_NVML", "tests.fake_nvml")  # no stand-in for NVML, as it were
 
     def told_by(command: str) -> str:

@@ -51,7 +51,6 @@ def test_a_run_goes_with_what_only_it_needs(rows: None, data_dir: Path) -> None:
     listed = command("runs")
     assert [line.split()[0] for line in listed.splitlines()] == ["run", "s0", "same", "framed"]
     assert "finished" in listed
-    assert f"needs       {prepared['same']}" in command("runs", "show", "same")
 
     told = command("runs", "remove", "s0", "framed")
     assert "s0: would be removed\nframed: would be removed\n" in told
@@ -138,7 +137,6 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
             (["remove", "--older-than", days], f"older than {days} days: give days, from 0 to 36500")
             for days in ("-1", "nan", "inf", "1e+09")
         ),
-        (["show"], "runs show: name the runs"),
         (["list", "mine"], "takes no names"),
         (["list", "--yes"], "only for `dphybrid runs remove`"),
     ):

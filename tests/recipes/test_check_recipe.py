@@ -10,17 +10,16 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from dphybrid.newrecipe.model import Network, compute
-from dphybrid.newrecipe.recipe import NewRecipe
 from torch import Tensor
 
 from dphybrid.recipes import Recipe, Task
 from dphybrid.recipes.configs import build_config
 from dphybrid.testing import check_recipe
 from dphybrid.util.errors import UserError
+from examples.films import Films, Network, compute
 
 
-class Sound(NewRecipe):
+class Sound(Films):
     def rows(self, data: Any, seed: int) -> Any:
         train, valid, vocabularies = super().rows(data, seed)
         return {k: v[:200] for k, v in train.items()}, {k: v[:40] for k, v in valid.items()}, vocabularies

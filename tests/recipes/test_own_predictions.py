@@ -6,21 +6,21 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from dphybrid.newrecipe.recipe import NewRecipe
 from torch import Tensor
 
 import dphybrid
 from dphybrid.recipes import Recipe, Task
 from dphybrid.run.pages import MetricsPage
 from dphybrid.training.metrics import floor_metrics, mean_of
+from examples.films import Films
 from tests.commands import command, run_with
 from tests.refusing import refused
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
 
-class Ratings(NewRecipe):
-    """The sample of `dphybrid new recipe`, with fewer rows and one vocabulary more."""
+class Ratings(Films):
+    """The example to copy, with fewer rows and one vocabulary more."""
 
     def rows(self, data: Any, seed: int) -> Any:
         *splits, known = super().rows(data, seed)
@@ -101,7 +101,7 @@ def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest
             "Ratings",
             {
                 ("--threshold", "0.5"): "only for recipes that read tables",
-                ("--top", "5"): "top: is not an option of recipe newrecipe's predictions",
+                ("--top", "5"): "top: is not an option of recipe films's predictions",
                 ("--keep", "price"): "new.csv has no such column",
                 ("--keep", "rating"): "--keep rating: predictions have a column of that name",
                 ("--data.delimiter", ";"): "the rows have no column 'user'",

@@ -25,7 +25,7 @@ def runs(unrecorded: None, data_dir: Path) -> list[Run]:
         ("cpu", 0.2, "a run of a long name"),
     ):
         values = [f"devices={devices}", f"train.lr={lr}", "train.epochs=1", "train.print_splits=new"]
-        run_with("recipe=toy", *values, run_name=name, tags={"dphybrid.sweep": "s"})
+        run_with("recipe=toy", *values, run_name=name)
     return all_runs(load_settings())
 
 
@@ -44,7 +44,6 @@ def test_metrics_and_differing_values_stand_side_by_side(runs: list[Run]) -> Non
     assert rows["train.lr"].split() == ["train.lr", "0.1", "0.1", "0.2"]
     best = MetricsPage.read(runs[0].folder / "metrics.json").metrics["mse"]
     assert rows["mse"].split()[1] == metric_text(best)
-    assert command("compare", "--sweep", "s") == said
     assert max(len(line) for table in tables(runs * 3) for line in table.splitlines()) <= 80
     assert len(tables(runs * 3)) > 1
 
@@ -52,8 +51,6 @@ def test_metrics_and_differing_values_stand_side_by_side(runs: list[Run]) -> Non
 def test_wrong_calls_say_what_is_there(runs: list[Run]) -> None:
     assert "one2: there is no such run; did you mean 'one'?" in command("compare", "one2", "two", ends=2)
     assert "needs two to 6 runs, and these are 1" in command("compare", "one", "one", ends=2)
-    assert "needs two to 6 runs, and these are 0" in command("compare", "--sweep", "t", ends=2)
-    assert "name runs to compare" in command("compare", ends=2)
 
 
 def test_pages_of_mlflow_open_at_the_runs(runs: list[Run]) -> None:

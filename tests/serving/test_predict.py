@@ -16,8 +16,6 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
-from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.values import MISSING_ID, UNKNOWN_ID
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import build_config
@@ -27,7 +25,6 @@ from dphybrid.serving.predict import Predictor, print_predictions
 from dphybrid.training.checkpoint import Progress, Trained
 from tests.commands import command, python, run_with
 from tests.conftest import own_settings
-from tests.preparing import from_file
 from tests.refusing import refused
 from tests.training.saving import save_checkpoint
 
@@ -137,16 +134,6 @@ def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor
     assert np.isfinite(new).all()
 
 
-def test_whole_numbers_are_the_same_category_as_floats(tmp_path: Path) -> None:
-    """As pandas has them beside a missing one."""
-    pl.DataFrame({"n": [7, 8, 900] * 40, "y": [0, 1] * 60}).write_parquet(tmp_path / "x.parquet")
-    encoder = Encoder.load(from_file(tmp_path / "x.parquet", categorical="n").path / "encoder")
-    ids = [encoder.encode(pl.DataFrame({"n": cells}))["ids_BF"][:, 0] for cells in ([7, 900], [7.0, 900.0])]
-    assert ids[0].tolist() == ids[1].tolist()
-    assert min(ids[0]) > UNKNOWN_ID
-    assert encoder.encode(pl.DataFrame({"n": [7.5, None]}))["ids_BF"].T.tolist() == [[UNKNOWN_ID, MISSING_ID]]
-
-
 def test_the_rows_to_predict_are_not_overwritten(predictor: Predictor, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text(text := "\n".join([HEADER, *rows(5, 2)]))
     (tmp_path / "y.csv").symlink_to("x.csv")
@@ -191,7 +178,7 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, P
         ({"text": "age,city\n30,a\n"}, ["no column 'user_id'", "age, city"]),
         ({"text": ""}, ["is empty"]),
         ({"flags": ["--top", "3"]}, ["--top 3", "recommend", "scores rows"]),
-        ({"flags": ["--data.header", "perhaps"]}, ["data.header = 'perhaps'", "'yes' or 'no'"]),
+        ({"flags": ["--data.header", "perhaps"]}, ["--data.header 'perhaps': ", "'yes' or 'no'"]),
     ],
 )
 def test_wrong_calls_end_with_a_message(

@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from dphybrid.tracking.html import Line, bars, lines, matrix
+from dphybrid.tracking.html import Line, bars, lines
 
 
 def test_a_line_lies_within_its_axes_and_names_them() -> None:
@@ -30,11 +30,3 @@ def test_any_number_can_be_drawn(value: float) -> None:
         assert not re.search("nan|inf", drawn)
     assert bars({"a": value, "b": nan}, "seconds").count("<rect") == 2
     assert lines([([1.0], [nan], "line")]) == bars({}, "seconds") == ""
-
-
-def test_a_matrix_holds_the_shares_of_each_line() -> None:
-    drawn = matrix("of <each>", ["a", "b"], [[3, 1], [0, 0]])
-    assert re.findall(r">([^<]+)</text>", drawn) == [
-        *("of &lt;each&gt;", "a (4)", "75%", "25%", "b (0)", "a", "b", "predicted class", "true class")
-    ]
-    assert drawn.count('fill="rgb(255,255,255)"') == 2

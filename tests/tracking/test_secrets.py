@@ -31,7 +31,7 @@ def test_a_planted_password_is_found_nowhere(
     said = dphybrid("train", "--recipe", "toy", *registered)
     assert "Registered:  models:/clicks@challenger" in said, said
     said += dphybrid("doctor")
-    assert "tracking: postgresql://***@127.0.0.1" in said
+    assert "MLflow: postgresql://***@127.0.0.1" in said
     assert "***@127.0.0.1:9/api" in said
     said += dphybrid("sync")
     for address in ("http://bob:{}@127.0.0.1:9", "nonsense://bob:{}@h/p", "file://{}@h/p"):

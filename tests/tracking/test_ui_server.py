@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def shown_run() -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """A running `dphybrid ui` and the address that it printed."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "dphybrid", "ui", "shown", "--no-browser"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "dphybrid", "ui", "shown"], stdout=subprocess.PIPE, text=True
     )
     try:
         told = [process.stdout.readline() for _ in range(2)]

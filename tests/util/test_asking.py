@@ -53,7 +53,7 @@ def test_the_doctor_sends_the_token_and_takes_a_slash(monkeypatch: pytest.Monkey
     with serving() as (address, asked):
         for token, good in (("right", True), ("wrong", False)):
             monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
-            passed, told = _mlflow_server(Settings(tracking_uri=f"{address}/"))
+            ((passed, told),) = _mlflow_server(Settings(tracking_uri=f"{address}/"))
             assert (passed, asked[-1]) == (good, f"Bearer {token}")
             assert ("_TOKEN" in told) != good
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from dphybrid.config import Section, described
+from dphybrid.config import Section
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig, bag_of
 from dphybrid.data.table.kinds import ROLES, Column, Options
 from dphybrid.util.errors import UserError, plain_words
@@ -51,7 +51,6 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
     ]
     for column in columns:
         lines += ["", f"[columns.{toml_text(column.name)}]", f'role = "{column.role}"']
-        described(type(column))
         for key in ROLES[column.role]:
             field, value = Column.model_fields[key], getattr(column, key)
             used = value is not None and value != field.get_default(call_default_factory=True)

@@ -1,1 +1,0 @@
-"""Recipe newrecipe: which rating a user gives to an item."""
