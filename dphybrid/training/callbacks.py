@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 
 from torch import nn
 
@@ -66,12 +65,9 @@ def run_callbacks(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, fl
                 f"{where}: returned {type_text(numbers)}; return a dict of numbers by name, or nothing"
             )
         for name, value in numbers.items():
-            if not isinstance(value, Real):
-                raise UserError(
-                    f"{where}: {name!r} is {type_text(value)}; return numbers (of a tensor, .item())"
-                )
-            # The prefix keeps a callback from overwriting a metric of the training, such as train/loss.
-            if (metric := f"own/{name}") in logged:
-                raise UserError(f"{where}: {name!r} is also a number of another callback; rename one of them")
-            logged[metric] = float(value)
+            try:
+                # The prefix keeps a callback from overwriting a metric of the training, such as train/loss.
+                logged[f"own/{name}"] = float(value)
+            except (TypeError, ValueError):
+                raise UserError(f"{where}: {name!r} is {type_text(value)}; return numbers") from None
     return logged

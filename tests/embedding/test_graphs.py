@@ -92,19 +92,6 @@ def test_threads_that_share_a_table_get_their_own_gradients() -> None:
             assert torch.equal(found, expected[seed]), seed
 
 
-def test_anomaly_detection_looks_at_row_gradients() -> None:
-    table, _ = pair()
-    users, items = two_lookups(table)
-    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
-        (users * items).sum().backward()
-    with (
-        pytest.warns(UserWarning, match="Anomaly"),
-        pytest.raises(RuntimeError, match="nan"),
-        torch.autograd.detect_anomaly(),
-    ):
-        table(torch.tensor([1])).mul(0).sqrt().sum().backward()
-
-
 def test_start_values_follow_torch_s_seed() -> None:
     def made() -> list[Tensor]:
         torch.manual_seed(3)

@@ -59,15 +59,6 @@ def test_what_would_have_no_effect_is_refused_by_name(call: Callable[[], object]
         call()
 
 
-def test_groups_may_have_a_name_and_what_schedules_note() -> None:
-    rows = row_optimizer("sgd", [{"params": [table().weight], "lr": 0.5, "name": "users"}], lr=1)
-    torch.optim.lr_scheduler.OneCycleLR(rows, max_lr=1.0, total_steps=10, cycle_momentum=False)
-    row_optimizer("sgd", table().parameters(), lr=1).load_state_dict(rows.state_dict())
-    copied = copy.deepcopy(rows)  # to whose further groups torch adds an option of its own
-    copied.add_param_group({"params": [("more", table().weight)]})
-    copied.load_state_dict(copied.state_dict())
-
-
 def test_tied_tables_and_shallow_copies_have_the_padding_of_their_one_weight() -> None:
     padded, tied = HostEmbedding(6, 2, padding_idx=3, seed=0), HostEmbedding(6, 2, seed=1)
     tied.weight = padded.weight

@@ -66,15 +66,6 @@ def test_wrong_ids_and_unknown_tables_are_named() -> None:
         list(pipeline.prefetch([torch.tensor([1])], lambda ids: {"other": ids}))
 
 
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_a_table_that_the_model_lacks_is_named_in_the_first_batch(on_cpu: bool) -> None:
-    loop = RowPipeline({"t": HostEmbedding(10, 2)}, on_cpu=on_cpu).prefetch(
-        [0], lambda _: {"I": torch.ones(1)}
-    )
-    with pytest.raises(ValueError, match=r"ids for the tables \['I'\], which the model lacks; it has t"):
-        next(loop)
-
-
 def test_without_declared_ids_nothing_is_fetched_ahead_and_one_line_says_so() -> None:
     table, batches = placed(10, 2), [torch.tensor([1, 2])] * 3
     pipeline = AlwaysAhead({"t": table})

@@ -43,15 +43,6 @@ def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:
     assert changed(table, before) == [1, 2, 5, 6]
 
 
-def test_a_learning_rate_of_zero_changes_nothing() -> None:
-    table = HostEmbedding(8, 4)
-    rows = row_optimizer("sgd", table.parameters(), lr=0.0)
-    before = table.weight.detach().clone()
-    table(torch.tensor([1])).sum().backward()
-    rows.step()
-    assert not changed(table, before)
-
-
 def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:
     model, ids = nn.Sequential(HostEmbedding(8, 4)), torch.tensor([3])
     ones = torch.ones(8, 4)

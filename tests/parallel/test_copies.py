@@ -40,15 +40,3 @@ def test_what_a_replica_writes_to_a_parameter_reaches_no_other_replica() -> None
     assert out.tolist() == torch.ones(6, 3).tolist()
     assert writer.weight.tolist() == [2, 2, 2]  # replica 0's, as with torch.nn.DataParallel
     assert writer.count.tolist() == [1, 1, 1]
-
-
-def test_the_optimizer_writes_to_a_parameter_where_it_lies() -> None:
-    linear = nn.Linear(64, 64)
-    model = DataParallel(linear, "cpu*4")
-    places = []
-    for _ in range(3):
-        model(torch.randn(8, 64)).square().sum().backward()
-        with torch.no_grad():
-            linear.weight -= 0.1 * linear.weight.grad
-        places.append(linear.weight.data_ptr())
-    assert len(set(places)) == 1

@@ -53,13 +53,6 @@ def test_outputs_with_several_rows_for_each_sample(devices: str) -> None:
         assert torch.equal(DataParallel(Does(by_sample), devices)(x), by_sample(x))
 
 
-def test_a_module_gets_the_shares_of_the_batches_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    wrapped = DataParallel(Does(lambda x: (print(len(x)), x)[1]), "cpu*2")
-    for rows in (3, 4, 14):
-        wrapped(torch.randn(rows, 2))
-    assert capsys.readouterr().out.split() == ["2", "1", "2", "2", "7", "7"]
-
-
 def test_in_place_work_on_inputs_does_not_reach_the_caller() -> None:
     devices = "cpu*3"
     x = torch.zeros(6, 2)

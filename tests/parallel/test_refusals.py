@@ -84,8 +84,6 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
         "module '0' is compiled, and replicas would run the original's code",
     ),
-    (lambda: wraps(nn.Sequential(torch.jit.script(nn.ReLU()))), "module '0' is scripted or traced"),
-    (lambda: wraps(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))), "module '0' has max_norm"),
     (lambda: wraps(nn.LazyLinear(3)), "has parameters without a size yet; run it once on a sample first"),
     (
         lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),

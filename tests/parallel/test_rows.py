@@ -159,14 +159,3 @@ def test_parts_and_whole_tensors_go_together() -> None:
         0
     ]
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None]), expected)
-
-
-def test_a_table_takes_torchs_default_type_as_an_embedding_does() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        region, table = DataParallel(nn.Linear(4, 1), "cpu*2"), HostEmbedding(9, 4)
-        assert region(region.rows(table, torch.arange(4))).dtype == torch.float64
-        assert region(table(torch.arange(4))).dtype == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert HostEmbedding(9, 4).weight.dtype == torch.float32

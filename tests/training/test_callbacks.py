@@ -115,7 +115,5 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
     both = load_config(None, ["train.callbacks=told:tell,told:wrong"]).train.callbacks
     assert both == ("told:tell", "told:wrong")
     seen = EpochEnd("run", 1, 1, 1, 0.0, {}, True, torch.nn.Linear(1, 1))
-    with refused(r"'loss' is a Tensor; return numbers \(of a tensor, .item\(\)\)"):
-        run_callbacks([lambda epoch: {"loss": torch.ones(())}], seen)  # type: ignore[dict-item]
-    with refused("'norm' is also a number of another callback; rename one"):
-        run_callbacks([lambda epoch: {"norm": 1.0}, lambda epoch: {"norm": 2.0}], seen)
+    with refused("'loss' is a str; return numbers"):
+        run_callbacks([lambda epoch: {"loss": "low"}], seen)  # type: ignore[dict-item]
