@@ -46,3 +46,11 @@ def models_of(report: Any) -> list[Any]:
     client = MlflowClient(report.tracking_uri)
     experiment = client.get_run(report.run_id).info.experiment_id
     return list(client.search_logged_models([experiment], filter_string=f"source_run_id='{report.run_id}'"))
+
+
+def version_of(registry: Any, name: str, number: str) -> Any:
+    """Return a version of a registered model by its number."""
+    from mlflow.tracking import MlflowClient
+
+    run_id = MlflowClient(registry.uri, registry_uri=registry.uri).get_model_version(name, number).run_id
+    return registry.newest(name, run_id)

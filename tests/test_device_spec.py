@@ -14,7 +14,6 @@ from tests.refusing import refused
         ("CPU * 3", ("cpu",) * 3, True),
         ("cuda", ("cuda:0",), False),
         ("cuda:0,cuda:1", ("cuda:0", "cuda:1"), False),
-        ("cuda:0,1,3", ("cuda:0", "cuda:1", "cuda:3"), False),
         ("cuda:1*4", ("cuda:1",) * 4, True),
         ("cuda:0,cuda:0", ("cuda:0",) * 2, True),
     ],
@@ -24,7 +23,7 @@ def test_reads(text: str, names: tuple[str, ...], virtual: bool) -> None:
     assert (spec.names, spec.virtual) == (names, virtual)
 
 
-WRONG = ["", "gpu", "cpu*0", "cpu*65", "cpu:1", "cpu,cuda:0", "cuda:x", "cuda:0,", "0,1", "cpu*-2"]
+WRONG = ["", "gpu", "cpu*0", "cpu*65", "cpu:1", "cpu,cuda:0", "cuda:x", "cuda:0,", "cuda:0,1", "cpu*-2"]
 
 
 @pytest.mark.parametrize("text", [*WRONG, "cpu*" + "9" * 5000])

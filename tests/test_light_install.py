@@ -61,8 +61,8 @@ def test_a_run_is_recorded_in_files_and_goes_on_there(light: dict[str, str], dat
     rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert next(row for row in rows if row["op"] == "params")["values"]["train.epochs"] == "1"
     assert [row["status"] for row in rows if row["op"] == "status"] == ["FINISHED", "RUNNING", "FINISHED"]
-    assert (run / "record/Report.html").is_file()
-    assert f"Look at it:  {run / 'record/Report.html'}" in told
+    assert (run / "Report.html").is_file()
+    assert f"Report:      {run / 'Report.html'}" in told
     assert [row["step"] for row in rows if row["op"] == "metrics" and "valid/right" in row] == [15, 30]
     assert [row["step"] for row in rows if row["op"] == "metrics" and "train/loss" in row] == [
         5,

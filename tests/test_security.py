@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlflow.tracking import MlflowClient
 
 import dphybrid
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import FLOW_RUN_TAG, RunPage
 from dphybrid.run.job import run_job
+from dphybrid.tracking import open_tracker
 from dphybrid.tracking.record import RecordFile, read
-from dphybrid.tracking.tracker import embedded_uri
+from dphybrid.tracking.sync import sync
 from dphybrid.util.digests import SUMS, value_digest
 from tests.commands import command
 from tests.conftest import REPOSITORY
@@ -103,6 +103,24 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
 
+def plant(folder: Path, key: Path) -> None:
+    """Let the record of a run name a file outside of its folder, and a checkpoint with such files."""
+    key.write_text("TOP SECRET")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "state.json").write_text(json.dumps({"sha256": {"../../../../key": "0"}, "info": {}}))
+    card = {"uid": "u", "name": "x", "step": 9, "folder": "deep", "role": "best", "metrics": {}}
+    record = RecordFile(folder)
+    for more in (
+        {"op": "file", "path": str(key)},
+        {"op": "file", "path": "../../../key"},
+        {"op": "checkpoints", "kept": [card]},
+        {"op": "checkpoints", "kept": [card | {"folder": "../../.."}]},
+        {"op": "register", "name": "theirs", "uid": "u", "alias": "challenger"},
+    ):
+        record.append(more)
+    record.close()
+
+
 @pytest.fixture
 def foreign(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A run `nice` of another data folder, copied into this one. Its pages name addresses of the server that
@@ -110,25 +128,12 @@ def foreign(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     theirs, server = Settings(data_dir=tmp_path / "theirs"), Server()
     run_job(load_config(None, ["recipe=toy", "devices=cpu"]), theirs, run_name="nice")
     folder = theirs.runs_dir / "nice"
-    (tmp_path / "key").write_text("TOP SECRET")
-    (folder / "deep").mkdir()
-    (folder / "deep" / "state.json").write_text(json.dumps({"sha256": {"../../../../key": "0"}, "info": {}}))
-    card = {"uid": "u", "name": "x", "step": 9, "folder": "deep", "role": "best", "metrics": {}}
-    record = RecordFile(folder)
-    for more in (
-        {"op": "file", "path": str(tmp_path / "key"), "folder": ""},
-        {"op": "file", "path": "../../../key", "folder": ""},
-        {"op": "file", "path": "report.json", "folder": "../../../.."},
-        {"op": "checkpoints", "kept": [card], "dataset": None},
-        {"op": "checkpoints", "kept": [card | {"folder": "../../.."}], "dataset": None},
-        {"op": "register", "name": "theirs", "uid": "u", "alias": "challenger"},
-    ):
-        record.append(more)
-    record.close()
+    plant(folder, tmp_path / "key")
+    record = folder / "record.jsonl"
     lines = [
         {**line, "tracking_uri": server.address} if line["op"] == "run" else line for line, _ in read(folder)
     ]
-    record.path.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
+    record.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
     (folder / "record.sent").unlink()
     page = RunPage.read(folder / "run.json")
     tags = {"prefect.api_url": f"{server.address}/api", FLOW_RUN_TAG: "11111111-1111-4111-8111-111111111111"}
@@ -148,34 +153,28 @@ def test_a_run_from_elsewhere_is_read_and_does_not_act(foreign: Server, data_dir
     assert dphybrid.load_model("nice").state_dict()
     (run,) = dphybrid.runs()
     assert run.checkpoint.is_relative_to(data_dir / "runs" / "nice")
-    adopting = "nice: it was not made in this data folder; `dphybrid runs adopt nice`"
-    assert adopting in command("runs", "remove", "nice", "--yes", ends=2)
-    assert adopting in command("train", "--recipe", "toy", "--resume", "nice", ends=2)
-    assert adopting in command("train", "--resume", "nice", ends=2)
+    why = "nice: it was not made in this data folder"
+    assert f"{why}; remove its folder yourself" in command("runs", "remove", "nice", "--yes", ends=2)
+    assert f"{why}; --train.warm-start" in command("train", "--recipe", "toy", "--resume", "nice", ends=2)
+    assert why in command("train", "--resume", "nice", ends=2)
     assert "nice: not sent: it was not made in this data folder" in command("sync", "--wait", "3")
     assert "nice" not in command("runs", "remove", "--older-than", "0", "--yes")
     assert foreign.asked == []
     assert set(data_dir.parent.rglob("*")) - before <= {data_dir / "mlflow"}
 
 
-def test_an_adopted_run_is_sent_to_the_own_store_without_files_from_outside(
-    foreign: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_record_sends_no_file_from_outside_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dphybrid.tracking.copier._REFUSED_RETRIES_S", (0.01,))
-    command("runs", "adopt", "nice")
-    assert "nice: is this data folder's own run already" in command("runs", "adopt", "nice", ends=2)
-    command("sync", "--wait", "20")
-    client = MlflowClient(load_settings().mlflow_uri or embedded_uri(load_settings().mlflow_dir))
-    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
-    assert run.info.run_name == "nice"
-    assert run.data.metrics
-    assert client.search_registered_models() == []
-    assert not [path for path in data_dir.rglob("*") if path.is_file() and b"TOP SECRET" in path.read_bytes()]
-    assert foreign.asked == []
-    command("train", "--recipe", "toy", "--devices", "cpu", "--train.epochs", "2", "--resume", "nice")
-    assert command("runs", "remove", "nice", "--yes") == "nice: removed\n"
-    assert (data_dir.parent / "key").is_file()
-    assert foreign.asked == []
+    tracker = open_tracker(None, "x", tmp_path / "store")
+    tracker.start("nice", {}, {}, "")
+    tracker.close()
+    plant(tmp_path / "store/runs/nice", tmp_path / "key")
+    lines = list(sync([tmp_path / "store/runs/nice"], tmp_path / "store", None))
+    assert lines[-1][0].startswith("nice: MLflow lacks 5 lines of the record (")
+    copied = [path for path in tmp_path.rglob("*") if path.is_file() and path != tmp_path / "key"]
+    assert not [path for path in copied if b"TOP SECRET" in path.read_bytes()]
 
 
 def test_the_list_of_own_runs_is_its_owner_s_alone(unrecorded: None, data_dir: Path) -> None:

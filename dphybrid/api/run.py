@@ -175,12 +175,8 @@ class RunReport:
         return self.values.text.strip("\n")
 
     def page(self) -> str:
-        """Return the report as one self-contained HTML page. Raises UserError if the prepared data no longer
-        exists."""
-        from dphybrid.run.experiment import Experiment
-        from dphybrid.run.report import report_page
-
-        return report_page(Experiment.of(self._run), self.values)
+        """Return the report as one self-contained HTML page."""
+        return (self._run.folder / "Report.html").read_text(encoding="utf-8")
 
     def __repr__(self) -> str:
         return self.text

@@ -30,7 +30,7 @@ class Flags(Command):
     """The flags of `compare`."""
 
     runs: Positional[list[str]] = Field(alias="RUN")
-    """Names or MLflow ids of runs."""
+    """Names of runs."""
 
     def run(self) -> int:
         """Print the comparison, and the address of MLflow's own."""

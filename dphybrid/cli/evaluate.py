@@ -28,7 +28,7 @@ class Flags(Command):
     """The flags of `evaluate`."""
 
     model: Positional[str] = Field(alias="RUN_OR_MODEL")
-    """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
+    """A run, a checkpoint folder, or models:/NAME@champion."""
     data: _Rows
     devices: str = "cpu"
     """Devices on which the model runs."""

@@ -23,7 +23,7 @@ class Flags(Command):
     """The flags of `export`."""
 
     model: Positional[str] = Field(alias="RUN_OR_MODEL")
-    """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
+    """A run, a checkpoint folder, or models:/NAME@champion."""
     folder: Positional[str] = Field(alias="FOLDER")
     """New folder for the model."""
 

@@ -119,7 +119,7 @@ class RunCommand(ExperimentCommand):
 
     alone: ClassVar = {"resume": "latest"}
     resume: str | None = None
-    """Continue a run (name or MLflow id) with its values; without RESUME: the recipe's newest."""
+    """Continue a run with its values; without RESUME: the recipe's newest."""
     run_name: str | None = None
     """Name of the run and its folder (default: made of recipe, devices and time)."""
     report: Path | None = None

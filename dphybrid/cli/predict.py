@@ -30,7 +30,7 @@ class Flags(Command):
     """The flags of `predict`."""
 
     model: Positional[str] = Field(alias="RUN_OR_MODEL")
-    """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
+    """A run, a checkpoint folder, or models:/NAME@champion."""
     data: RowFiles = RowFiles()
     out: Path | None = None
     """File for the predictions, .parquet or .csv (default: printed as CSV)."""

@@ -8,8 +8,6 @@ The prepared data is kept: training with the same values reuses it. A file of --
 exist yet is written with the columns' roles, to be edited; one that exists is read and never overwritten.
 """
 
-import sys
-
 from dphybrid.cli.flags import ConfigCommand, check_data
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import TableDataConfig
@@ -34,7 +32,7 @@ class Flags(ConfigCommand):
         check_data(config)
         from dphybrid.run.prepare import prepare  # here, as it imports polars and rich
 
-        prepared, _ = prepare(find_recipe(config.recipe), config, load_settings(), most_lines=sys.maxsize)
+        prepared, _ = prepare(find_recipe(config.recipe), config, load_settings(), details=True)
         if new is not None:
             write_bytes(new, (prepared.path / "schema.toml").read_bytes())
             print(f"Roles: {new}; edit it, and give it again with --data.schema-file {new}")

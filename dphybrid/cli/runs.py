@@ -1,13 +1,9 @@
-"""List runs, adopt one from elsewhere, or remove runs with everything that only they need.
+"""List runs, or remove runs with everything that only they need.
 
 examples:
   %(prog)s
   %(prog)s remove ctr-cpu-1121-044553 text-cpux2-1121-045901
   %(prog)s remove --older-than 30 --yes
-  %(prog)s adopt ctr-cpu-1121-044553
-
-adopt makes a run folder that you have copied into the data folder, and that you trust, your own. Other runs
-from elsewhere are only read: they are not continued, sent or removed.
 
 remove prints what would go; with --yes it goes: the run's folder and records, its prepared data and frames,
 and its run and models in MLflow, where `mlflow gc` empties the trash. A run stays if it is running, if it
@@ -27,8 +23,8 @@ from dphybrid.util.text import aligned
 class Flags(Command):
     """The flags of `runs`."""
 
-    action: Positional[Literal["list", "remove", "adopt"]] = "list"
-    """What to do with runs: list, remove or adopt."""
+    action: Positional[Literal["list", "remove"]] = "list"
+    """What to do with runs: list or remove."""
     names: Positional[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = None
@@ -37,14 +33,12 @@ class Flags(Command):
     """remove: do it; without this flag only say what would go."""
 
     def run(self) -> int:
-        """List, adopt or remove runs; return the exit code."""
+        """List or remove runs; return the exit code."""
         settings = load_settings()
         if self.action == "remove":
             return _remove(self.names, self.older_than, self.yes)
         if self.older_than is not None or self.yes:
             raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
-        if self.action == "adopt":
-            return _adopt(self.names)
         from dphybrid.lifecycle.cleanup import row_of
         from dphybrid.run.folder import all_runs
 
@@ -61,18 +55,6 @@ def _print_table(rows: list[dict[str, object]]) -> None:
     # Without the columns that are empty in all rows.
     names = [name for name in rows[0] if any(str(row[name]) for row in rows)]
     print("\n".join(aligned([names, *([str(row[name]) for name in names] for row in rows)])))
-
-
-def _adopt(names: list[str]) -> int:
-    from dphybrid.run.folder import adopt
-
-    if not names:
-        raise UserError("runs adopt: name the runs; `dphybrid runs` lists them")
-    settings = load_settings()
-    for name in names:
-        run = adopt(settings, name)
-        print(f"{name}: is your own now" + (f" ({run.page.run_id})" if run.page.run_id else ""))
-    return 0
 
 
 def _remove(names: list[str], older_than: float | None, sure: bool) -> int:

@@ -7,8 +7,8 @@ record, or a model could not be compared.
 """
 
 from dphybrid.cli.parser import Command
-from dphybrid.config.own_runs import own_folders, why_foreign
-from dphybrid.config.settings import UPLOAD_LIMIT, load_settings
+from dphybrid.config.own_runs import FOREIGN, own_folders
+from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import retrainings
 from dphybrid.util.text import masked, printable
 
@@ -27,9 +27,8 @@ class Flags(Command):
         own = own_folders(settings)
         for name in sorted({page.parent.name for page in settings.runs_dir.glob("*/record.jsonl")}):
             if settings.runs_dir / name not in own:
-                print(printable(f"{name}: not sent: {why_foreign(name)}"), flush=True)
-        where = own, settings.mlflow_dir, settings.mlflow_uri
-        for line, is_whole in sync(*where, UPLOAD_LIMIT, wait_s=self.wait):
+                print(printable(f"{name}: not sent: {FOREIGN}"), flush=True)
+        for line, is_whole in sync(own, settings.mlflow_dir, settings.mlflow_uri, self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)
         if retrainings(settings):

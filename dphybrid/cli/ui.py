@@ -24,7 +24,7 @@ class Flags(Command):
     """The flags of `ui`."""
 
     run_name: Positional[str | None] = Field(default=None, alias="RUN")
-    """Name or MLflow id of a run (default: the runs of the recipe that was trained last)."""
+    """Name of a run (default: the runs of the recipe that was trained last)."""
     port: int | None = Field(default=None, ge=1)
     """Port of the server that is started (default: a free one)."""
 
@@ -59,8 +59,8 @@ class Flags(Command):
 
 
 def page_path(settings: Settings, name: str | None) -> str:
-    """Return the part after `#` in the address of a run of the data folder (name or MLflow id), or of the
-    experiment of the newest one. Raises UserError if there is no such run in MLflow."""
+    """Return the part after `#` in the address of a run of the data folder, or of the experiment of the
+    newest one. Raises UserError if there is no such run in MLflow."""
     from dphybrid.run.folder import all_runs, find_run
     from dphybrid.tracking.record import destination
     from dphybrid.tracking.tracker import run_path

@@ -94,8 +94,8 @@ class ClusterEngine(Engine):
     def shown_devices(self, devices: str) -> str:
         return f"{self.config.cluster.ranks} ranks on {devices}"
 
-    def num_parts(self, devices: str, in_first_split: int = 0) -> int:
-        return in_first_split or self.config.cluster.ranks  # the first split: a resume may have other ranks
+    def num_parts(self, devices: str) -> int:
+        return self.config.cluster.ranks
 
     def new_tables(self, filled: bool) -> AbstractContextManager[None]:
         # The whole table may not fit into this process: each rank draws its own rows later.

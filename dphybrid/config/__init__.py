@@ -215,8 +215,8 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=1)
     """How many of the checkpoints with the best validation metric to keep."""
-    # MLflow addresses models as models:/NAME/VERSION, so that a name can hold neither slash nor colon.
-    register_as: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[^/:]+$")
+    # MLflow addresses models as models:/NAME/VERSION, and its filters have no escapes for quotes.
+    register_as: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[^/:'\"]+$")
     """Name in MLflow's model registry; the best checkpoint becomes its newest version, with the alias
     challenger. Empty: not registered."""
 

@@ -17,8 +17,6 @@ from dphybrid.util.hours import parse_training_hours
 _PREFIX = "DPHYBRID_"
 EXPERIMENT = "dphybrid"
 """What the names of the recipes' experiments in MLflow begin with."""
-UPLOAD_LIMIT = 900 * 2**20
-"""A checkpoint's file of more bytes is not uploaded to an MLflow server: its path and digest are recorded."""
 _CENTURY_S = 100 * 365 * 86_400.0
 """The longest time that a setting may give: the system's calls refuse some that are longer."""
 

@@ -76,7 +76,6 @@ class Manifest(Page):
     VERSION: ClassVar[int] = 2
     DEPTH: ClassVar[int] = 2
 
-    version: int = VERSION
     digest: str
     arrays: dict[str, _ArrayFacts]
     batch_arrays: tuple[str, ...] = ()

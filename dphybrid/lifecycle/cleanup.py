@@ -100,7 +100,7 @@ def plan_removal(
     runs = {run.folder.name: run for run in all_runs(settings)}
     for name in names:
         if name in runs:
-            check_own(runs[name].folder, settings, "or remove its folder yourself")
+            check_own(runs[name].folder, settings, "remove its folder yourself")
         elif (folder := settings.runs_dir / name).is_dir():
             raise UserError(
                 f"{name}: its run.json cannot be read, so its data and MLflow run are unknown; delete "

@@ -16,7 +16,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import REFUSED, waiting
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.run import job
-from dphybrid.run.folder import FLOW_RUN_TAG, FLOW_RUN_URL_TAG, Run, attached, find_tagged_run
+from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
 from dphybrid.run.pages import Report
 from dphybrid.util.alive import alive
 from dphybrid.util.files import disk_errors_told
@@ -149,7 +149,7 @@ def _tags() -> dict[str, str]:
         "mlflow.source.name": "train-hybrid",
         # Without a deployment the server may be a temporary one: it ends with the run, and a link to it would
         # be dead.
-        FLOW_RUN_URL_TAG: run.ui_url if deployment.id else None,
+        "prefect.flow_run_url": run.ui_url if deployment.id else None,
     }
     with suppress(*REFUSED):  # only the name needs a request to the server, which may be unreachable
         found["prefect.deployment_name"] = deployment.name

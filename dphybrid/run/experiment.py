@@ -94,8 +94,8 @@ class Experiment:
 
     @classmethod
     def continuing(cls, which: str, config: ExperimentConfig, settings: Settings) -> Self:
-        """Return the experiment that continues a run, the recipe's newest ("latest") or one by its name or
-        MLflow id, on the data that was prepared for it: later files do not change it.
+        """Return the experiment that continues a run, the recipe's newest ("latest") or one by its name, on
+        the data that was prepared for it: later files do not change it.
 
         Raises UserError when there is none, when it is running, and when its model, tables or data differ
         from the config's, naming each difference.
@@ -154,12 +154,6 @@ class Experiment:
         sha256 of the prepared files by name."""
         folder = self.data.path / "encoder"
         return folder if folder.is_dir() else None, self.data.manifest.files
-
-    @property
-    def source(self) -> str:
-        """The source of the data, as text for people: its path, or the recipe that generates it."""
-        path = self.config.data.model_dump().get("path")
-        return str(path) if path else f"built in, recipe {self.config.recipe}"
 
 
 def choose_engine(config: ExperimentConfig) -> Engine:

@@ -3,22 +3,23 @@
 import re
 import shlex
 import sys
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
-from dphybrid.config.own_runs import check_own, enter, entered, is_own
-from dphybrid.config.settings import EXPERIMENT, UPLOAD_LIMIT, Settings
+from dphybrid.config.own_runs import check_own, is_own
+from dphybrid.config.settings import EXPERIMENT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
-from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
-from dphybrid.util.alive import alive, holding
+from dphybrid.tracking.tracker import CHAMPION_TAG
+from dphybrid.util.alive import alive
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync
@@ -26,8 +27,6 @@ from dphybrid.util.pages import Page
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 """Tag of a run: the flow run that trains it."""
-FLOW_RUN_URL_TAG = "prefect.flow_run_url"
-"""Tag of a run: the address of that flow run's page."""
 
 
 class RunPage(Page):
@@ -102,8 +101,8 @@ class Run:
 
 
 def named_run(settings: Settings, which: str, recipe: str) -> Run:
-    """Return the data folder's own run to continue: the newest of a recipe ("latest"), or the one with a name
-    or MLflow id. Raises UserError if there is none."""
+    """Return the data folder's own run to continue: the newest of a recipe ("latest"), or the one with a
+    name. Raises UserError if there is none."""
     if which != "latest":
         found = find_run(settings, which)
     else:
@@ -112,19 +111,15 @@ def named_run(settings: Settings, which: str, recipe: str) -> Run:
         known = suggestion(which, [run.folder.name for run in all_runs(settings)] or ["none yet"])
         what = f"recipe {recipe} has no run" if which == "latest" else "there is no such run"
         raise UserError(f"--resume {which}: {what} in {settings.runs_dir}{known}")
-    check_own(found.folder, settings, "--resume continues only your own runs")
+    check_own(found.folder, settings, "--train.warm-start trains on from a checkpoint")
     return found
 
 
 def find_run(settings: Settings, which: str) -> Run | None:
-    """Return the run of the data folder with a name or MLflow id, or None. An empty name names no run."""
-    # By name, read no other run's page: `all_runs` would print a note about each damaged one.
+    """Return the run of the data folder with a name, or None. An empty name names no run."""
     folder = settings.runs_dir / which
-    if folder.name == which and (folder / "run.json").is_file():
-        return read_run(folder, settings)
-    # `which and`: "", an unset variable of a script, is the id of every run that is not recorded.
-    found = [run for run in (all_runs(settings) if which else ()) if run.page.run_id == which]
-    return found[-1] if found else None
+    there = folder.name == which and (folder / "run.json").is_file()
+    return read_run(folder, settings) if there else None
 
 
 def changed_values(before: dict[str, Any], config: ExperimentConfig) -> dict[str, str]:
@@ -150,34 +145,12 @@ def all_runs(settings: Settings) -> list[Run]:
             runs.append(read_run(path.parent, settings))
         except (UserError, OSError) as error:
             print(f"Note: left out a run: {error}", file=sys.stderr, flush=True)
-    # In the order of the list of own runs, as the clock may have been set back; runs from elsewhere first.
-    order = {uid: number for number, uid in enumerate(entered(settings))}
-    return sorted(runs, key=lambda run: (order.get(run.page.uid, -1), run.page.created, run.folder.name))
+    return sorted(runs, key=lambda run: (run.page.created, run.folder.name))
 
 
 def own_runs(settings: Settings) -> list[Run]:
-    """Return the runs that the data folder has made or adopted, oldest first."""
+    """Return the runs that the data folder has made, oldest first."""
     return [run for run in all_runs(settings) if is_own(run.folder, settings)]
-
-
-def adopt(settings: Settings, name: str) -> Run:
-    """Make a run folder from elsewhere, which lies in the data folder, the data folder's own: give it a run
-    in the MLflow that is configured here, and forget the addresses that it names. Return the run. Raises
-    UserError for a run that is running or cannot be adopted."""
-    check_run_name(name)
-    folder = settings.runs_dir / name
-    run = read_run(folder, settings)
-    if is_own(folder, settings):
-        raise UserError(f"{name}: is this data folder's own run already")
-    if folder.is_symlink():
-        raise UserError(f"{name}: is a link; copy the folder that it leads to")
-    with holding(folder):
-        tags = {FOLDER_TAG: str(folder.absolute())}
-        with closing(open_run_tracker(settings, run.page.recipe)) as tracker:
-            run_id = tracker.adopt(name, tags)
-        page = run.page.model_copy(update={"run_id": run_id, "tags": {}, "uid": enter(folder)})
-        page.write(folder / "run.json")
-    return Run(folder, page, settings)
 
 
 def retrainings(settings: Settings, model: str | None = None) -> list[Run]:
@@ -198,32 +171,27 @@ def check_run_name(name: str | None, where: str = "run name") -> None:
     """Raise UserError for a run name that cannot name a folder. None is allowed: a name will be generated."""
     if name is None:
         return
-    # A command would take a name that begins with a dash for a flag.
+    # A command would take a name that begins with a dash for a flag, and "latest" names the newest run.
     plain = name.strip() and name.isprintable() and Path(name).name == name and name[0] not in ".-"
     # File systems allow 255 bytes. The rest is for the longer, hidden names of files while they are written.
-    if not plain or len(name.encode()) > 180:
-        remedy = (
-            "of at most 180 bytes" if plain else "without slashes, control characters, a dot or dash in front"
+    if not plain or len(name.encode()) > 180 or name == "latest":
+        raise UserError(
+            f"{where} {name!r}: use a plain name of at most 180 bytes, without slashes, control characters, "
+            "a dot or dash in front, and not 'latest'; it also names a folder"
         )
-        raise UserError(f"{where} {name!r}: use a plain name {remedy}, it also names a folder")
-    if name == "latest":
-        raise UserError(f"{where} 'latest': use another name; --resume latest continues the newest run")
 
 
 def new_run_folder(settings: Settings, name: str) -> Path:
-    """Create the folder of a new run. A number is appended to a name that is taken; raises UserError when a
-    thousand are."""
+    """Create the folder of a new run. A number is appended to a name that is taken."""
     make_folder(settings.runs_dir)
-    for attempt in range(1, 1000):
-        folder = settings.runs_dir / (name if attempt == 1 else f"{name}-{attempt}")
-        try:
-            # mkdir, not a check first: two runs may start in the same second, and only one gets the name.
+    for ending in chain([""], (f"-{number}" for number in count(2))):
+        folder = settings.runs_dir / f"{name}{ending}"
+        # mkdir, not a check first: two runs may start in the same second, and only one gets the name.
+        with suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            continue
-        sync(settings.runs_dir)  # so that the new folder survives a power loss
-        return folder
-    raise UserError(f"run name {name!r}: taken a thousand times in {settings.runs_dir}; choose another")
+            sync(settings.runs_dir)  # so that the new folder survives a power loss
+            break
+    return folder
 
 
 def open_run_tracker(settings: Settings, recipe: str) -> Tracker:
@@ -234,17 +202,11 @@ def open_run_tracker(settings: Settings, recipe: str) -> Tracker:
     experiment = settings.experiment
     if experiment == EXPERIMENT:
         experiment += "/" + re.sub(r"\W+", "-", recipe)
-    return open_tracker(
-        settings.mlflow_uri,
-        experiment,
-        settings.mlflow_dir,
-        runs=settings.runs_dir,
-        upload_limit=UPLOAD_LIMIT,
-    )
+    return open_tracker(settings.mlflow_uri, experiment, settings.mlflow_dir, runs=settings.runs_dir)
 
 
 def attached(run: Run) -> Tracker:
     """Return a tracker that continues the record of a run where it is recorded; its server need not answer
     now."""
     settings = run.settings
-    return tracker_of(run.folder, settings.mlflow_uri, settings.mlflow_dir, UPLOAD_LIMIT)
+    return tracker_of(run.folder, settings.mlflow_uri, settings.mlflow_dir)

@@ -9,9 +9,8 @@ import gc
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from dphybrid.config import ExperimentConfig, flatten
-from dphybrid.config.own_runs import enter, own_folders
+from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
@@ -45,7 +44,7 @@ from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.prepare import prepare
 from dphybrid.run.report import report_run
 from dphybrid.run.trainer import build_trained, train_here
-from dphybrid.tracking import Tracker, waiting
+from dphybrid.tracking import Tracker
 from dphybrid.tracking.record import RECORD
 from dphybrid.tracking.tracker import FILES, FOLDER_TAG
 from dphybrid.training.callbacks import Callback, find_callbacks
@@ -54,7 +53,7 @@ from dphybrid.training.label_tasks import LabelTask
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import floor_metrics
 from dphybrid.util.alive import holding
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.text import flag_text
@@ -217,9 +216,6 @@ def _begun(experiment: Experiment, held: ExitStack, run_name: str | None, tags: 
     # is sent once the server is back.
     recorded = previous is not None and (previous.folder / RECORD).is_file()
     tracker = attached(previous) if previous and recorded else open_run_tracker(settings, config.recipe)
-    if count := waiting(own_folders(settings)):
-        earlier = counted(count, "earlier run")
-        print(f"Records of {earlier} are not in MLflow yet; `dphybrid sync` sends them", flush=True)
     # Only after the server has answered, so that a run that cannot be recorded leaves no folder behind.
     if previous:
         folder, page = previous.folder, previous.page
@@ -326,6 +322,7 @@ def _recorded(
         "dphybrid.attempt": str(page.attempt),
         FOLDER_TAG: str(run.folder.absolute()),
         "dphybrid.source_digest": data.manifest.source_digest,
+        "dphybrid.data_digest": data.digest,
     }
     values = {**flatten(page.config), "devices": shown, **facts}
     # Metrics of runs can be compared only if they were measured on the same rows.
@@ -339,22 +336,12 @@ def _recorded(
         # On other devices the same values go on.
         before = experiment.found.page.config | {"devices": config.devices}
         changed = bool(changed_values(before, config))
-        run_id = tracker.resume(run.folder.name, params, all_tags, note, changed) or page.run_id
-    else:
-        run_id = tracker.start(run.folder.name, params, all_tags, note)
-    tracker.log_dataset(
-        name=data.path.name,
-        digest=data.digest,
-        source=experiment.source,
-        num_rows=len(data.dataset("train")),
-        columns=list(data.info),
-        context="training",
-    )
-    return run_id
+        return tracker.resume(run.folder.name, params, all_tags, note, changed) or page.run_id
+    return tracker.start(run.folder.name, params, all_tags, note)
 
 
 def _environment_tags() -> dict[str, str]:
-    """Return tags for what a result may depend on: versions, machine, commit."""
+    """Return tags for what a result may depend on: versions and machine."""
     tags = {f"version.{name}": version(name) for name in ("dphybrid", "mlflow", "polars") if find_spec(name)}
     # With the build, such as +cu130, which the name of the package from PyPI lacks.
     tags |= {"version.torch": str(torch.__version__), "torch.threads": str(torch.get_num_threads())}
@@ -362,17 +349,6 @@ def _environment_tags() -> dict[str, str]:
     tags |= {"host.name": platform.node(), "host.cpus": str(os.cpu_count())}
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    # The commit of dphybrid's own sources, not of the folder where the run was started. An installed package
-    # may lie in somebody else's repository, as that of its virtual environment.
-    sources = Path(__file__).parents[2]
-    if (sources / ".git").exists():
-        command = ["git", "-C", str(sources), "status", "--porcelain=v2", "--branch"]
-        with suppress(OSError, subprocess.SubprocessError):
-            told = subprocess.check_output(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=10)
-            lines = told.splitlines()
-            oid = next(line for line in lines if line.startswith("# branch.oid"))
-            tags["mlflow.source.git.commit"] = oid.split()[-1]
-            tags["dphybrid.dirty"] = str(any(not line.startswith("#") for line in lines)).lower()
     return tags
 
 

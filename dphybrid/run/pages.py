@@ -37,7 +37,6 @@ class ResultPage(TrainedPage):
     checkpoint: str
     steps: int
     devices: str
-    system: dict[str, float]
     history: list[dict[str, float]]
 
     @classmethod
@@ -83,6 +82,5 @@ class Report(TrainedPage):
     page: str = ""
     registered_as: str
     not_registered: str = ""
-    warnings: list[str]
     digests: dict[str, str]
     text: str = ""

@@ -1,7 +1,5 @@
-"""The last part of a run: write its report, and end its record. The report is a few texts
-(`_texts`): the terminal shows the first, MLflow's description a summary and the others, a page all of them
-with figures.
-"""
+"""The last part of a run: write its report, and end its record. The terminal and MLflow's description show a
+few facts (`_facts`), and a page shows them with more texts (`_texts`) and figures."""
 
 import shlex
 import textwrap
@@ -11,26 +9,22 @@ from math import isfinite, nan
 from pathlib import Path
 
 from dphybrid.data import rows_of_batch
-from dphybrid.data.store import PARTS
 from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import FLOW_RUN_URL_TAG, attached
+from dphybrid.run.folder import attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, TrainedPage
-from dphybrid.tracking.html import Line, bars, html_of, lines
-from dphybrid.tracking.system import balance_warnings
-from dphybrid.tracking.tracker import REPORT_PAGE
+from dphybrid.tracking.html import Line, html_of, lines
 from dphybrid.training.checkpoint import read_state, step_of
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart
 from dphybrid.training.saving import checkpoint_uid
-from dphybrid.util.text import as_flags, as_markdown, masked, metric_text, printable
+from dphybrid.util.files import write_text
+from dphybrid.util.text import as_flags, as_markdown, masked, metric_text
 
+REPORT_PAGE = "Report.html"
+"""The page in the run's folder. The capital letter sorts it before MLflow's other artifacts."""
 _FEW_POINTS = 30
 """A curve of fewer points has a mark on each."""
-_MOST_LINES = 24
-"""The most lines of a block in MLflow's description, which may have 8,000 characters."""
-_WIDTH = 80
-"""Columns of a terminal, and of a block in MLflow's description."""
 
 
 def report_run(experiment: Experiment) -> Report:
@@ -39,8 +33,6 @@ def report_run(experiment: Experiment) -> Report:
     folder, name = run.folder, experiment.config.checkpoint.register_as or ""
     result, evaluated = ResultPage.read(folder / "result.json"), MetricsPage.read(folder / "metrics.json")
     best = Path(result.best_checkpoint)
-    in_first_split = sum(row.number == 1 for row in result.splits)
-    replicas = engine.num_parts(result.devices, in_first_split)
     # Closed whatever happens: an open tracker holds the record, and a run resumed in this process could not
     # send its records.
     with closing(attached(run)) as tracker:
@@ -58,25 +50,20 @@ def report_run(experiment: Experiment) -> Report:
             test=evaluated.test,
             beside=_beside(evaluated, task),
             latest_checkpoint=result.checkpoint,
-            page=str(tracker.page or ""),
+            page=str(folder / REPORT_PAGE),
             registered_as="" if refused else name,
             not_registered=f"{name}: {refused}" if refused else "",
-            warnings=balance_warnings(
-                [row.table_row() for row in result.splits], replicas, result.system, result.stages
-            ),
             digests={"data": run.page.data_digest, **read_state(best).digests},
         )
         report = report.model_copy(update={"text": _closing_words(report)})
+        write_text(folder / REPORT_PAGE, _page(experiment, report))
         report.write(folder / "report.json", ResultPage.DEPTH)
         tracker.log_summary(_summary(report, experiment))
-        if run.page.run_id:  # without a record, nobody would see the page: do not draw it
-            tracker.log_file(folder / "report.json", "")
-            tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
-            tracker.log_bytes(REPORT_PAGE, report_page(experiment, report).encode())
-            tracker.set_description(_description(experiment, report))
-            # MLflow's list of runs shows this tag, in the column Source, and metrics only if asked to.
-            shown = report.test or report.metrics
-            tracker.set_tags({"mlflow.source.name": f"{metric_text(shown[task.metric])} {task.metric}"})
+        tracker.log_file(REPORT_PAGE)
+        # MLflow shows the first tag as the run's description, and the second in its list of runs.
+        deciding = f"{metric_text((report.test or report.metrics)[task.metric])} {task.metric}"
+        note = _description(experiment, report)
+        tracker.set_tags({"mlflow.note.content": note, "mlflow.source.name": deciding})
         tracker.finish("FINISHED")
     return report
 
@@ -110,7 +97,6 @@ def _facts(report: Report) -> dict[str, str]:
     facts["Time"] = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in longest)
     if report.step_ms:
         facts["Time"] += f"; {report.step_ms['p50']:.3g} ms a step (median)"
-    facts |= {f"Note {k}" if k > 1 else "Note": text for k, text in enumerate(report.warnings, start=1)}
     facts["Registered"] = report.registered_as and f"models:/{report.registered_as}@challenger"
     name, _, why = report.not_registered.partition(": ")
     facts[f"NOT registered as {name}"] = why
@@ -119,111 +105,63 @@ def _facts(report: Report) -> dict[str, str]:
 
 def _closing_words(report: Report) -> str:
     """Return the lines for the terminal: of 80 columns, where a long word, such as a path, stays whole."""
-
-    def filled(text: str) -> str:
-        indent = " " * 13
-        return textwrap.fill(
-            text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-
-    words = [filled(f"{name + ':':<12} {text}") for name, text in _facts(report).items()]
+    wrap = textwrap.TextWrapper(
+        80, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
+    )
+    words = [wrap.fill(f"{name + ':':<12} {text}") for name, text in _facts(report).items()]
     words += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
     if not report.ui_command.endswith(f" {shlex.quote(report.run_name)}"):
         words += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     words += [f"Checkpoint:  {report.best_checkpoint}"]
-    words += [f"Report:      {report.page}"] if report.page != report.ui_command else []
-    return "\n".join(["", *words])
+    return "\n".join(["", *words, f"Report:      {report.page}"])
 
 
 def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
-    total, step_ms = sum(report.stages.values()), report.step_ms
-    summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in report.stages.items()}
-    if rows := [row.rows for row in report.splits if row.number == 1]:
-        summary |= {"split/replicas_used": len(rows)}
-        summary |= {"split/rows_max": max(rows), "split/rows_min": min(rows)}
-    summary |= {f"summary_step_ms_{name}": value for name, value in step_ms.items() if name != "steps"}
+    step_ms = report.step_ms
+    summary = {f"summary_step_ms_{name}": value for name, value in step_ms.items() if name != "steps"}
     if step_ms:
         full = rows_of_batch(experiment.data.dataset("train"), experiment.config.train.batch_size)
         summary["summary_samples_per_s_median"] = 1e3 * full / step_ms["p50"]
     summary["summary_checkpoint_stall_s"] = report.saving.stall_s
     summary["summary_checkpoint_mib"] = report.saving.written_bytes / 2**20
-    return summary | {"summary_train_s": total}
+    return summary | {"summary_train_s": sum(report.stages.values())}
+
+
+def _what(experiment: Experiment, report: Report) -> str:
+    train = experiment.config.train
+    return f"{experiment.config.recipe} on {report.devices}, batch {train.batch_size}, seed {train.seed}"
 
 
 def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
-    """Return the report as texts by title: the words of the terminal, the splits, the data, how to load the
-    best checkpoint and how to repeat the run."""
+    """Return the report as texts by title: the words of the terminal, the stages, the splits, the data, how
+    to load the best checkpoint and how to repeat the run."""
     config, data = experiment.config, experiment.data
-    about = f"{data.path.name} from {experiment.source}, digest {report.digests['data'][:16]}"
+    source = config.data.model_dump().get("path") or "the recipe"
+    about = f"{data.path.name} from {source}, digest {report.digests['data'][:16]}"
     load = ["import dphybrid", "", f"model = dphybrid.load_model({report.run_name!r})  # a torch module"]
     if report.registered_as:
         load.append(f'model = dphybrid.load_model("models:/{report.registered_as}@challenger")')
     if experiment.recipe.tabular:
         load.append(f"predictor = dphybrid.load({report.run_name!r})  # with its preprocessing, for new rows")
     given = masked(f"dphybrid train {as_flags(given_flags(config))}")
-    what = f"{config.recipe} on {report.devices}, batch {config.train.batch_size}, seed {config.train.seed}"
     return {
-        what: report.text.strip(),
+        _what(experiment, report): report.text.strip(),
+        "Where time went": "\n".join(f"{s:12,.2f} s  {name}" for name, s in report.stages.items()),
         "How batches were split": "\n".join(report.split_lines),
         "Data": f"{about}\n\n{data.describe()}",
         "Load the best checkpoint": "\n".join(load),
-        "Reproduce": f"{given}\n\n# All values are in config.json, versions and commit in the run's tags.",
+        "Reproduce": f"{given}\n\n# All values are in the run's run.json, versions in its tags.",
     }
 
 
 def _description(experiment: Experiment, report: Report) -> str:
-    """Return the report as Markdown, for the run's description in MLflow: what, results, floor and doubts in
-    four lines that wrap, then blocks of 80 columns: a wider one would push the metrics off the page."""
-    data, facts = experiment.data, _facts(report)
-    (what, _), *blocks = _texts(experiment, report).items()
-    rows = ", ".join(
-        f"{len(data.dataset(part)):,} {verb}" for part, verb in PARTS.items() if part in data.parts
-    )
-    doubts = [
-        *report.warnings,
-        *([f"NOT registered as {report.not_registered}"] * bool(report.not_registered)),
-    ]
-    summary = {
-        "What": f"{what}; {data.manifest.description[0].strip()}; {rows}",
-        "Results": "; ".join(f"{name} {facts[name]}" for name in ("Test", "Validation") if name in facts),
-        "Floor": report.beside or "none",
-        "Doubts": " ".join(doubts) or "none",
-    }
-    flow_run = experiment.run.page.tags.get(FLOW_RUN_URL_TAG, "")
-    # The page may come from others; MLflow would run `javascript:` in an address.
-    parts = [f"Prefect flow run: <{flow_run}>"] if flow_run.startswith(("http://", "https://")) else []
-    parts.append("\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in summary.items()))
-    for title, text in blocks:
-        if title == "How batches were split":
-            text = f"{facts.get('Time', '')}\n{text}"
-        # Three backticks in a column's name would end the code block.
-        escaped = printable(text).replace("```", "` ` `").strip("\n")
-        shown = [part for line in escaped.splitlines() for part in _folded(line, title)]
-        if (more := len(shown) - _MOST_LINES) > 0:
-            shown[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
-        parts += ["### {}\n\n```\n{}\n```".format(as_markdown(title), "\n".join(shown))] if shown else []
-    return "\n\n".join(parts)
+    """Return what the run is and its facts as Markdown, for the run's description in MLflow."""
+    what = f"{_what(experiment, report)}; {experiment.data.manifest.description[0].strip()}"
+    facts = {"What": what, **_facts(report), "More": f"{REPORT_PAGE} and splits.txt under Artifacts"}
+    return "\n".join(f"- **{name}**: {as_markdown(text)}" for name, text in facts.items())
 
 
-def _folded(line: str, title: str) -> list[str]:
-    """Return a line as lines of at most 80 columns, except that a long value stays whole: a command breaks
-    before its flags, a line of the data's table is cut, and any other one wraps."""
-    if title == "Data":
-        return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…"]
-    if title != "Reproduce":
-        return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", drop_whitespace=False) or [""]
-    first, *flags = line.split(" --")
-    folded = [first]
-    for flag in flags:
-        if len(folded[-1]) + len(flag) > _WIDTH - 5:
-            folded[-1] += " \\"
-            folded.append(f"  --{flag}")
-        else:
-            folded[-1] += f" --{flag}"
-    return folded
-
-
-def report_page(experiment: Experiment, report: Report) -> str:
+def _page(experiment: Experiment, report: Report) -> str:
     """Return the report of a finished run as one HTML page: the same texts, and figures."""
     folder = experiment.run.folder
     history = ResultPage.read(folder / "result.json").history
@@ -236,16 +174,9 @@ def report_page(experiment: Experiment, report: Report) -> str:
             curve: Line = list(points), list(points.values()), "both" if len(points) < _FEW_POINTS else "line"
             title = f"{name}: {metric_text(points[kept])} at the epoch that is kept"
             curves.append(lines([curve, ([kept], [points[kept]], "kept")], title, "step"))
-    total = sum(report.stages.values()) or 1.0
-    times = {
-        f"{name}  {seconds:.2f} s, {seconds / total:.0%}": seconds
-        for name, seconds in report.stages.items()
-        if seconds > 0.005 * total
-    }
     figures = {
         "How it learned": curves,
         f"What it predicts: {'test' if report.test else 'validation'} rows": list(map(_chart_figure, charts)),
-        "Where time went": [bars(times, "seconds")],
     }
     return html_of(report.run_name, _texts(experiment, report), figures)
 

@@ -82,7 +82,7 @@ def _set_up_process(experiment: Experiment) -> Devices:
 def _newest_checkpoint(run: Run) -> Path | None:
     """Return the checkpoint to resume from, None for a new run; see `newest_whole_checkpoint`."""
     # Remove the partial files of a killed process. This process holds the run's lock, so nobody writes them.
-    for folder in (run.folder, run.checkpoints, run.folder / "record"):
+    for folder in (run.folder, run.checkpoints):
         clear_leftovers(folder)
     return newest_whole_checkpoint(run.checkpoints)
 
@@ -248,7 +248,6 @@ def _result_of(session: Session, seen: Observer, before: ResultPage | None) -> R
         best_checkpoint=str(best or ""),
         steps=progress.step,
         devices=session.facts["devices"],
-        system=seen.system.means,
         history=progress.history,
         step_ms=seen.times.summary() or step_ms,
         stages={name: round(seconds, 6) for name, seconds in stages},
@@ -259,9 +258,7 @@ def _result_of(session: Session, seen: Observer, before: ResultPage | None) -> R
 
 
 def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
-    """Write the results; record which rows each replica received, as printed and as a table."""
-    text = "\n".join(result.split_lines) + "\n"
-    write_text(run.folder / "splits.txt", text)
+    """Write the results; record which rows each replica received, as printed."""
+    write_text(run.folder / "splits.txt", "\n".join(result.split_lines) + "\n")
     result.write(run.folder / "result.json")
-    tracker.log_text("splits.txt", text)
-    tracker.log_table("split_shapes.json", [row.table_row() for row in result.splits])
+    tracker.log_file("splits.txt")

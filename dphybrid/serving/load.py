@@ -48,8 +48,8 @@ def model_from_checkpoint(
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:
-    """Return the folder of a run's best checkpoint (by the run's name, folder or MLflow id), of a registered
-    model's checkpoint (`models:/NAME@ALIAS`), or `which` itself if it is a checkpoint folder.
+    """Return the folder of a run's best checkpoint (by the run's name or folder), of a registered model's
+    checkpoint (`models:/NAME@ALIAS`), or `which` itself if it is a checkpoint folder.
 
     Raises UserError if there is no such checkpoint.
     """

@@ -2,7 +2,6 @@
 imports mlflow."""
 
 from dphybrid.tracking.opening import open_tracker
-from dphybrid.tracking.record import waiting
 from dphybrid.tracking.tracker import Status, Tracker
 
-__all__ = ["Status", "Tracker", "open_tracker", "waiting"]
+__all__ = ["Status", "Tracker", "open_tracker"]

@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from dphybrid.tracking.record import METRICS, RECORD, Line, Sent, metrics_of, read, waits
@@ -85,15 +84,14 @@ class Copier:
                     self._pass()
                 except Exception as error:  # noqa: BLE001 - whatever MLflow or its client raises: ask again
                     if not self.trouble:
-                        _warn(
-                            "MLflow does not take the record (%s); it is kept and copied later", _short(error)
-                        )
+                        told = "MLflow does not take the record (%s); it is kept and copied later"
+                        _log.warning(told, _short(error))
                     self.trouble = _short(error)
                     self._sleep(retry_s)
                     retry_s = min(2 * retry_s, _LAST_RETRY_S)
                     continue
                 if self.trouble:
-                    _warn("MLflow takes the record of %s again", self.folder.name)
+                    _log.warning("MLflow takes the record of %s again", self.folder.name)
                 self.trouble, retry_s = "", _FIRST_RETRY_S
                 if finishing:
                     return
@@ -139,7 +137,7 @@ class Copier:
             time.sleep(wait_s)
 
     def _skip(self, end: int, why: str) -> None:
-        _warn("a line of the record is not copied to MLflow: %s", f"{self.folder.name}, byte {end}: {why}")
+        _log.warning("%s: MLflow lacks the line at byte %s of the record: %s", self.folder.name, end, why)
         self.sent.skipped[end] = why
 
 
@@ -157,11 +155,6 @@ def _batches(lines: Iterable[tuple[Line | None, int]]) -> Iterator[Batch]:
             yield [(line, end)]
     if batch:
         yield batch
-
-
-def _warn(message: str, value: str) -> None:
-    with suppress(Exception):  # a user's failing log handler must not stop the copy
-        _log.warning(message, value)
 
 
 def _short(error: Exception) -> str:

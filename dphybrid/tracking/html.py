@@ -18,12 +18,10 @@ Line = tuple[Sequence[float], Sequence[float], Look]
 """A line of a figure: xs, ys, its look."""
 _WIDTH, _HEIGHT = 400, 220
 """Pixels between the ends of the axes."""
-_LETTER, _ROW = 6.5, 22
-"""Pixels of a letter's width, and of a row's height."""
+_LETTER = 6.5
+"""Pixels of a letter's width."""
 _MOST = 1e100
 """The largest number that is drawn."""
-
-
 _HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
@@ -64,13 +62,18 @@ def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> s
         return ""
     across = _Scale([a for points, _ in drawn for a, _ in points], _WIDTH)
     up = _Scale([b for points, _ in drawn for _, b in points], _HEIGHT)
-    parts = [*_bottom(across, _HEIGHT, x)]
+    parts = []
+    for offset, text in across.ticks():
+        parts.append(f'<path class="grid" d="M{offset:.1f} 0v{_HEIGHT}"/>')
+        parts.append(_text(offset, _HEIGHT + 15, text, "middle"))
+    parts.append(_text(_WIDTH / 2, _HEIGHT + 33, _short(x, 58), "middle"))
     for offset, text in up.ticks():
         parts.append(f'<path class="grid" d="M0 {_HEIGHT - offset:.1f}h{_WIDTH}"/>')
         parts.append(_text(-6, _HEIGHT - offset + 4, text, "end"))
-    parts.append(f'<path class="axis" d="M0 0v{_HEIGHT}"/>')
+    parts.append(f'<path class="axis" d="M0 0v{_HEIGHT}h{_WIDTH}" fill="none"/>')
     left = 14 + _LETTER * max((len(text) for _, text in up.ticks()), default=0)
-    parts.append(_text(-left - 4, _HEIGHT / 2, _short(y, 40), "middle", turned=-90))
+    turned = f' transform="rotate(-90 {-left - 4:.1f} {_HEIGHT / 2})"'
+    parts.append(_text(-left - 4, _HEIGHT / 2, _short(y, 40), "middle", turned))
     for points, look in drawn:
         at = [(across.at(a), _HEIGHT - up.at(b)) for a, b in points]
         if look in ("line", "both", "reference"):
@@ -79,23 +82,12 @@ def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> s
         if look in ("points", "both", "kept"):
             mark = 'class="kept" r="5"' if look == "kept" else 'class="mark" r="2.5"'
             parts += [f'<circle {mark} cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in at]
-    return _figure(parts, title, left + (20 if y else 0), _WIDTH, _HEIGHT, 40)
-
-
-def bars(values: Mapping[str, float], x: str) -> str:
-    """Draw a bar for each name."""
-    if not values:
-        return ""
-    names, height = [_short(name, 36) for name in values], _ROW * len(values)
-    lengths = [value if abs(value) < _MOST else 0.0 for value in values.values()]
-    across = _Scale([0.0, *lengths], _WIDTH)
-    parts, zero = [*_bottom(across, height, x)], across.at(0.0)
-    for row, (name, value) in enumerate(zip(names, lengths, strict=True)):
-        first, last = sorted((zero, across.at(value)))
-        size = f'x="{first:.1f}" y="{row * _ROW + 3}" width="{last - first:.1f}" height="{_ROW - 6}"'
-        parts += [f'<rect class="mark" {size}/>', _text(-6, row * _ROW + 15, name, "end")]
-    parts.append(f'<path class="axis" d="M{zero:.1f} 0v{height}"/>')
-    return _figure(parts, "", 10 + _LETTER * max(map(len, names)), _WIDTH, height, 40)
+    words, left = textwrap.wrap(printable(title), 60), left + (20 if y else 0)
+    above = 10 + 17 * len(words)
+    titles = [_text(-left, 17 * row + 12 - above, line, "title") for row, line in enumerate(words)]
+    wide, high = left + _WIDTH + 20, above + _HEIGHT + 40
+    box = f'width="{wide:.0f}" height="{high:.0f}" viewBox="{-left:.1f} {-above:.1f} {wide:.1f} {high:.1f}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join([*titles, *parts])}</svg>'
 
 
 class _Scale:
@@ -123,28 +115,8 @@ class _Scale:
             yield self.at(value), f"{value:,.{digits}f}" if plain else f"{value:.3g}"
 
 
-def _bottom(scale: _Scale, height: float, title: str) -> Iterator[str]:
-    """Return the horizontal axis below a figure, with a grid."""
-    for offset, text in scale.ticks():
-        yield f'<path class="grid" d="M{offset:.1f} 0v{height}"/>'
-        yield _text(offset, height + 15, text, "middle")
-    yield f'<path class="axis" d="M0 {height}h{_WIDTH}"/>'
-    yield _text(_WIDTH / 2, height + 33, _short(title, 58), "middle")
-
-
-def _text(x: float, y: float, text: str, style: str, turned: int = 0) -> str:
-    more = f' transform="rotate({turned} {x:.1f} {y:.1f})"' if turned else ""
+def _text(x: float, y: float, text: str, style: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"{more}>{html.escape(text)}</text>' if text else ""
-
-
-def _figure(parts: Sequence[str], title: str, left: float, width: float, height: float, below: float) -> str:
-    """Return SVG of what lies between (-left, 0) and (width, height + below), below a title."""
-    words = textwrap.wrap(printable(title), 60)
-    above = 10 + 17 * len(words)
-    shown = [_text(-left, 17 * row + 12 - above, line, "title") for row, line in enumerate(words)]
-    wide, high = left + width + 20, above + height + below
-    box = f'width="{wide:.0f}" height="{high:.0f}" viewBox="{-left:.1f} {-above:.1f} {wide:.1f} {high:.1f}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join([*shown, *parts])}</svg>'
 
 
 def _short(text: str, most: int) -> str:

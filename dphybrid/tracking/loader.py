@@ -1,19 +1,20 @@
 """Finds the folder of a checkpoint: in MLflow by model or by registered name and alias, or on the disk."""
 
-import atexit
+import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlparse
 
-from pydantic import BaseModel
-
-from dphybrid.tracking.tracker import LEFT_OUT
+from dphybrid.tracking.tracker import ELSEWHERE
 from dphybrid.util.digests import file_digest, own_files
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import given_path, scratch_folder
+from dphybrid.util.files import given_path
+
+_LONGEST_PATH = 4096
+"""Characters; whoever made a model may have written more."""
 
 
 @contextmanager
@@ -48,16 +49,13 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
         raise UserError(f"{uri}: cannot be fetched from MLflow: {error}") from error
     # A link, or a folder that is one, may lead to somebody's file.
     own_files(root, "this model is not loaded")
-    return _original(root) if (root / LEFT_OUT).is_file() else root / "checkpoint"
+    return _original(root) if (root / ELSEWHERE).is_file() else root / "checkpoint"
 
 
 @cache
-def _scratch() -> Path:
-    """Return this process's folder for copies of models. It is removed at the end of the process; if that was
-    killed, by the next one that needs such a folder."""
-    held = ExitStack()
-    atexit.register(held.close)
-    return held.enter_context(scratch_folder(Path(tempfile.gettempdir()), "dphybrid-models"))
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Return this process's folder for copies of models, which is removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="dphybrid-models-")
 
 
 # Cached: a logged model never changes, so that a process which loads it again needs no second copy.
@@ -67,7 +65,7 @@ def _fetched(location: str, tracking_uri: str | None) -> Path:
     from mlflow.artifacts import download_artifacts
 
     is_local = urlparse(location).scheme in ("", "file")
-    target = None if is_local else tempfile.mkdtemp(dir=_scratch())
+    target = None if is_local else tempfile.mkdtemp(dir=_scratch().name)
     return Path(download_artifacts(artifact_uri=location, tracking_uri=tracking_uri, dst_path=target))
 
 
@@ -94,31 +92,14 @@ def _location(uri: str, tracking_uri: str | None) -> str:
             raise UserError(f"{uri}: write models:/NAME@champion, models:/NAME/VERSION or models:/m-ID")
 
 
-class LeftOut(BaseModel):
-    """The page `LEFT_OUT`: some files of a model's checkpoint were too large to upload.
-
-    Attributes:
-        folder: The checkpoint, with all of its files.
-        bytes: Sizes of the missing files by name.
-    """
-
-    folder: Path
-    bytes: dict[str, int]
-
-
 def _original(root: Path) -> Path:
-    """Return the checkpoint whose files are not all in a model's folder `root`: where it was trained."""
-    try:
-        left_out = LeftOut.model_validate_json((root / LEFT_OUT).read_bytes())
-    except (OSError, ValueError) as error:
+    """Return the checkpoint of a model's folder `root` without its files: where it was trained."""
+    with (root / ELSEWHERE).open(encoding="utf-8", errors="replace") as file:
+        folder = Path(file.read(_LONGEST_PATH))
+    if not os.path.isfile(folder / "state.json"):
         raise UserError(
-            f"{root / LEFT_OUT}: is damaged, or no page of a model's left-out files; this model is not loaded"
-        ) from error
-    folder, size_mib = left_out.folder, sum(left_out.bytes.values()) / 2**20
-    if not (folder / "state.json").is_file():
-        raise UserError(
-            f"{folder} is missing, and {size_mib:.0f} MiB of its files were too large to upload; load the "
-            "model on a machine that sees this path, or copy the folder there"
+            f"{folder} is missing, and this checkpoint was too large to upload; load the model on a machine "
+            "that sees this path, or copy the folder there"
         )
     # The same page: it has the checksums of all files.
     if file_digest(folder / "state.json") != file_digest(root / "checkpoint" / "state.json"):

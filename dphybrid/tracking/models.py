@@ -23,12 +23,12 @@ from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.opening import explained
 from dphybrid.tracking.record import Line
-from dphybrid.tracking.tracker import CHAMPION_TAG, LEFT_OUT, safe_name
+from dphybrid.tracking.tracker import CHAMPION_TAG, ELSEWHERE, safe_name
 from dphybrid.util.digests import SUMS, inside
-from dphybrid.util.errors import UserError
 from dphybrid.util.files import scratch_folder
-from dphybrid.util.text import metric_text
 
+UPLOAD_LIMIT = 900 * 2**20
+"""A checkpoint of more bytes is not uploaded to an MLflow server: its path is recorded."""
 _CHAMPION = "champion"
 _DECISION_TAG = "dphybrid.decision"
 """Tag of a version: `promoted: REASON` or `kept: REASON`."""
@@ -41,10 +41,10 @@ _T = TypeVar("_T")
 
 
 class CheckpointModels:
-    """The LoggedModels of one run. upload_limit: a file of more bytes is logged by the checkpoint's path."""
+    """The LoggedModels of one run."""
 
-    def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str, upload_limit: int) -> None:
-        self._client, self._uri, self._run_id, self._limit = client, tracking_uri, run_id, upload_limit
+    def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str) -> None:
+        self._client, self._uri, self._run_id = client, tracking_uri, run_id
 
     def reconcile(self, record: Line, run_folder: Path) -> None:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
@@ -59,7 +59,7 @@ class CheckpointModels:
         for uid, card in wanted.items():
             model = logged.get(uid)
             if model is None and (card["folder"] / "state.json").is_file():
-                self._create(card, record["dataset"])
+                self._create(card)
             elif model is not None and model.tags.get(_ROLE_TAG) != card["role"]:
                 self._client.set_logged_model_tags(model.model_id, {_ROLE_TAG: card["role"]})
         for uid, model in logged.items():
@@ -92,7 +92,6 @@ class CheckpointModels:
                 model.artifact_location,
                 run_id=self._run_id,
                 model_id=model.model_id,
-                description=_description(run.info.run_name, model),
                 # With its creation, so that a version which waits for a decision is never without it.
                 tags={k: v for k, v in run.data.tags.items() if k == CHAMPION_TAG},
                 # Otherwise the client polls for up to five minutes until the version is ready.
@@ -131,7 +130,7 @@ class CheckpointModels:
                 self._remove(model)
         return found
 
-    def _create(self, card: Line, dataset: list[str] | None) -> None:
+    def _create(self, card: Line) -> None:
         run = self._client.get_run(self._run_id)
         model = self._client.create_logged_model(
             run.info.experiment_id,
@@ -149,7 +148,6 @@ class CheckpointModels:
             return
         self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step=card["step"])])
         named = {"model_id": model.model_id, "run_id": self._run_id}
-        named |= {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
         points = [
             Metric(**dict(point) | named)
             for name, value in card["metrics"].items()
@@ -186,23 +184,22 @@ class CheckpointModels:
             self._client.log_model_artifacts(model.model_id, str(scratch))
 
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
-        """Link or copy the files that the checkpoint's page lists into `target`. Those above the upload limit
-        that would have to be copied or uploaded stay in the checkpoint, which `LEFT_OUT` then names."""
+        """Link or copy the files that the checkpoint's page lists into `target`; of a large checkpoint that
+        would have to be uploaded, or copied to another disk, the page alone, and its path in `ELSEWHERE`."""
         page = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        left_out: dict[str, int] = {}
-        for name in ["state.json", *(name for kind in SUMS for name in page.get(kind, {}))]:
-            source, wanted = inside(folder, name), target / "checkpoint" / name
+        names = ["state.json", *(name for kind in SUMS for name in page.get(kind, {}))]
+        files = [inside(folder, name) for name in names]
+        is_large = sum(file.stat().st_size for file in files) > UPLOAD_LIMIT
+        if is_large and (uploads or folder.stat().st_dev != target.stat().st_dev):
+            (target / ELSEWHERE).write_text(str(folder), encoding="utf-8")
+            del files[1:]
+        for file in files:
+            wanted = target / "checkpoint" / file.relative_to(folder)
             wanted.parent.mkdir(parents=True, exist_ok=True)
-            size = source.stat().st_size
-            if (size <= self._limit or not uploads) and _linked(source, wanted):
-                continue
-            if size <= self._limit:
-                shutil.copy2(source, wanted)
-            else:
-                left_out[name] = size
-        if left_out:
-            where = json.dumps({"folder": str(folder), "bytes": left_out})
-            (target / LEFT_OUT).write_text(where, encoding="utf-8")
+            try:
+                os.link(file, wanted)
+            except OSError:  # another disk, or a file system without links
+                shutil.copy2(file, wanted)
 
     def _remove(self, model: LoggedModel) -> None:
         # The files first: after a kill in between, the model still records where its files are.
@@ -212,34 +209,11 @@ class CheckpointModels:
 
 
 def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
-    """Return the versions of a registered model, whose name may contain quotes."""
-    # MLflow's filters have no escapes. With both kinds of quotes in a name, `_` matches any character, and
-    # the last line drops other models that match.
-    quote = '"' if "'" in name else "'"
-    sign = "=" if quote not in name else "LIKE"
-    named = f"name {sign} {quote}{name.replace(quote, '_')}{quote}"
-    found = get_results_from_paginated_fn(
+    """Return the versions of a registered model."""
+    named = f"name = '{name}'"
+    return get_results_from_paginated_fn(
         lambda count, token: client.search_model_versions(named, count, page_token=token), _PAGE
     )
-    return [version for version in found if version.name == name]
-
-
-def _description(run_name: str, model: LoggedModel) -> str:
-    """Return the description of a version on the registry's page: its validation metrics, first because the
-    column is narrow, and the run and step that it comes from."""
-    values = {metric.key: metric.value for metric in model.metrics or []}
-    shown = ", ".join(
-        f"{name.removeprefix('valid/')} {metric_text(value)}" for name, value in sorted(values.items())
-    )
-    return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[_STEP_TAG]})"
-
-
-def _linked(source: Path, target: Path) -> bool:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or a file system without links
-        return False
-    return True
 
 
 def _signature(folder: Path) -> ModelSignature | None:
@@ -293,13 +267,6 @@ class Registry:
         """Return the version with the highest number, or None. run_id: only among those of this run."""
         found = [version for version in self._versions(name) if run_id in (None, version.run_id)]
         return self._with_run(max(found, key=lambda version: int(version.version), default=None))
-
-    def version(self, name: str, number: str) -> Version:
-        """Return a version by its number. Raises UserError if it does not exist."""
-        found = self._with_run(self._asked(lambda: self._client.get_model_version(name, number)))
-        if found is None:
-            raise UserError(f"registered model {name!r} has no version {number}")
-        return found
 
     def undecided(self, name: str) -> set[str]:
         """Return the ids of the runs whose challengers still have to be compared with the champion."""
@@ -376,6 +343,6 @@ def forget_run(uri: str, run_id: str) -> None:
             raise
         for version in client.search_model_versions(f"run_id = '{run_id}'", max_results=1000):
             client.delete_model_version(version.name, str(version.version))
-        CheckpointModels(client, uri, run_id, upload_limit=0).remove_all()
+        CheckpointModels(client, uri, run_id).remove_all()
         if run.info.lifecycle_stage == "active":
             client.delete_run(run_id)

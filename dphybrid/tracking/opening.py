@@ -36,18 +36,15 @@ def open_tracker(
     store: Path,
     *,
     runs: Path | None = None,
-    upload_limit: int = 900 * 2**20,
 ) -> Tracker:
     """Return a tracker for `experiment`, which records runs in their folders below `runs` (default: `runs` in
     `store`) and copies the records to MLflow.
 
-    Raises UserError when a server does not answer, and for file stores, which MLflow no longer writes.
+    Raises UserError when a server does not answer.
 
     Args:
         tracking_uri: Server or database; None: SQLite and a folder of artifacts in `store`; "files", or None
             if MLflow is not installed: no copies; "none": a tracker that records nothing.
-        upload_limit: A checkpoint's file of more bytes is recorded by the checkpoint's path instead of being
-            uploaded.
     """
     if tracking_uri == "none":
         return Tracker()
@@ -56,10 +53,10 @@ def open_tracker(
         return Tracker(runs)
     if tracking_uri is not None and not tracking_uri.startswith("sqlite"):
         _check(tracking_uri)  # before MLflow is imported, which takes seconds
-    return Tracker(runs, Server(store_to_write(tracking_uri, store), experiment, store, upload_limit))
+    return Tracker(runs, Server(store_to_write(tracking_uri, store), experiment, store))
 
 
-def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_limit: int) -> Tracker:
+def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path) -> Tracker:
     """Return the tracker that continues the record of a run, at the address that the record notes; the server
     need not answer now. tracking_uri: the user's, see `noted_uri`; with "none" and "files" this process sends
     nothing. Raises UserError if the address cannot be used."""
@@ -68,7 +65,7 @@ def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_l
     there, server = destination(run_folder), None
     if there and tracking_uri != FILES and not _in_files(None):
         uri = noted_uri(there["tracking_uri"], tracking_uri, store)
-        server = Server(store_to_write(uri, store), "", store, upload_limit)
+        server = Server(store_to_write(uri, store), "", store)
     tracker = Tracker(run_folder.parent, server)
     tracker.attach(run_folder.name)
     return tracker
@@ -144,16 +141,10 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
     """Return the URI of the server or database that holds the runs; None if the embedded database does not
     exist yet. Raises UserError if runs are not recorded in MLflow."""
     os.environ.update(_QUIET | os.environ)
-    if tracking_uri == "none":
+    if tracking_uri == "none" or _in_files(tracking_uri):
         raise UserError(
-            "the tracking URI is none, so no run is recorded; set DPHYBRID_TRACKING_URI to a server or "
-            "database"
-        )
-    if _in_files(tracking_uri):
-        raise UserError(
-            "runs are recorded in files (runs/NAME/record.jsonl below the data folder), but this reads "
-            "MLflow. To record in MLflow, pip install 'dphybrid[mlflow]' and unset "
-            "DPHYBRID_TRACKING_URI=files"
+            f"the tracking URI is {tracking_uri or FILES}, so no run is recorded in MLflow; set "
+            "DPHYBRID_TRACKING_URI to a server or database, or pip install 'dphybrid[mlflow]'"
         )
     made = tracking_uri is not None or (store / "mlflow.db").is_file()
     return tracking_uri or embedded_uri(store) if made else None
@@ -205,26 +196,19 @@ def explained(address: str, what: str, remedy: str) -> Iterator[None]:
 
 
 def _check(uri: str) -> None:
-    """Raise UserError for a file store, when no server answers at an address of http, and for an SQLite store
-    of another version of MLflow."""
-    shown = shown_address(uri)
+    """Raise UserError when no server answers at an address of http, and for an SQLite store of another
+    version of MLflow."""
     if uri.startswith(("http://", "https://")):
         answer = ask(f"{uri.rstrip('/')}/health", timeout_s=_REACH_SECONDS)
         # With a status the server is up, although it may refuse this request; MLflow's client reports why.
         if not answer.status:
             raise UserError(
-                f"MLflow server {shown}: {without_secrets_of(uri, answer.wrong)}; start it, correct the "
-                "address, unset it for the embedded store, or record nothing with --tracking none"
+                f"MLflow server {shown_address(uri)}: {without_secrets_of(uri, answer.wrong)}; start it, "
+                "correct the address, unset it for the embedded store, or record nothing with --tracking none"
             )
-    elif "://" not in uri or uri.startswith("file:"):
-        raise UserError(
-            f"tracking={shown!r}: MLflow no longer writes file stores; use sqlite:////absolute/path/mlflow.db"
-            " or a server's http address"
-        )
     elif uri.startswith("sqlite"):
         from mlflow.tracking import MlflowClient
 
-        upgrade = f"copy the file and run `mlflow db upgrade {uri}`"
-        remedy = f"if another version made it, install that one, or {upgrade}"
+        remedy = f"if another version made it, install that one, or run `mlflow db upgrade {uri}`"
         with explained(uri, f"MLflow {version('mlflow')} cannot use this store", remedy):
             MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")

@@ -2,8 +2,8 @@
 changed.
 
 `pandas.read_json(file, lines=True)` reads it: `op` is the kind of record, `t` its time in milliseconds,
-`step` and a column for each metric where op is metrics. Files that a record names are below `record/`, or
-elsewhere in the run's folder. A line counts once its newline is written.
+`step` and a column for each metric where op is metrics. Files that a record names are in the run's folder. A
+line counts once its newline is written.
 
 MLflow gets a copy. Whoever sends it holds a lock on the record, and keeps in `record.sent` how much has
 arrived.
@@ -14,14 +14,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from dphybrid.util.files import write_bytes
-from dphybrid.util.locks import is_held
 
 Line = dict[str, Any]
 """op: the kind of record; t: its time; the other keys depend on the kind."""
@@ -158,20 +155,6 @@ def waits(folder: Path) -> bool:
         offset = Sent.read(folder).offset
         return next(read(folder, offset), None) is not None and bool(offset or addresses(folder))
     return False
-
-
-def waiting(folders: Iterable[Path]) -> int:
-    """Return the number of runs whose records wait for MLflow and are sent by no process."""
-    return sum(waits(folder) and not is_held(folder / RECORD) for folder in folders)
-
-
-def give_address(folder: Path, address: Line) -> None:
-    """Give a record from elsewhere another address, whence nothing of it has arrived. Leaves out its own
-    addresses, and the models that the run has registered there."""
-    lines = [line for line, _ in read(folder) if line and line["op"] not in ("run", "register")]
-    first = {"op": address["op"], "t": int(time.time() * 1000), **address}
-    write_bytes(folder / RECORD, b"".join(map(_text, [first, *lines])), _MODE)
-    (folder / SENT).unlink(missing_ok=True)
 
 
 def of_metrics(metrics: Mapping[str, float], step: int, op: str = "metrics") -> Line:

@@ -12,7 +12,7 @@ from dphybrid.util.locks import is_held
 
 
 def sync(
-    folders: Iterable[Path], store: Path, tracking_uri: str | None, upload_limit: int, *, wait_s: float = 60.0
+    folders: Iterable[Path], store: Path, tracking_uri: str | None, wait_s: float = 60.0
 ) -> Iterator[tuple[str, bool]]:
     """Copy what MLflow lacks of the runs in `folders` to the addresses that their records note, after ending
     runs whose process died; yield lines to print, each with whether MLflow has all of that run.
@@ -40,7 +40,7 @@ def sync(
                 continue
             uri = noted_uri(there["tracking_uri"], tracking_uri, store)
             if uri not in silent:
-                copier = copier_of(folder, uri, upload_limit)
+                copier = copier_of(folder, uri)
                 lacks = copier.finish(wait_s)
                 if copier.trouble:
                     silent[uri] = copier.trouble

@@ -1,11 +1,9 @@
 """The tracker: its verbs append records to the run's file, and a background thread copies them to MLflow."""
 
 import hashlib
-import json
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from dphybrid.tracking.record import (
-    RECORD,
     Line,
     RecordFile,
     Sent,
     addresses,
     destination,
-    give_address,
     of_metrics,
 )
-from dphybrid.util.files import make_folder, write_bytes
+from dphybrid.util.files import make_folder
 from dphybrid.util.text import masked, shown_address
 
 if TYPE_CHECKING:
@@ -32,8 +28,8 @@ if TYPE_CHECKING:
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-LEFT_OUT = "left_out.json"
-"""Page in a model's folder that lists the files that were too large to upload: path, bytes, sha256."""
+ELSEWHERE = "checkpoint_folder.txt"
+"""File of a model whose checkpoint was too large to upload: the path of the checkpoint."""
 CONTINUES_TAG = "dphybrid.continues"
 """Tag of MLflow's run of a resumed run with other values: MLflow's run of the earlier ones, as MLflow can
 delete none of their points."""
@@ -45,8 +41,6 @@ FILES = "files"
 """The tracking URI that records runs in their folders only."""
 EMBEDDED = "embedded"
 """The address that a record notes of the database in its own data folder, which may be moved."""
-REPORT_PAGE = "Report.html"
-"""The capital letter sorts it before the other artifacts."""
 _FINISH_WAIT_S, _CLOSE_WAIT_S = 30.0, 5.0
 """How long the end of a run, and the end of one of its parts, wait for an unreachable server."""
 _MAX = 250
@@ -56,13 +50,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Server:
-    """An MLflow that gets copies of records. store: folder for the artifacts, with a database. upload_limit:
-    a checkpoint's file of more bytes is recorded by its path instead of being uploaded."""
+    """An MLflow that gets copies of records. store: folder for the artifacts, with a database."""
 
     uri: str
     experiment: str
     store: Path
-    upload_limit: int
 
     @property
     def noted(self) -> str:
@@ -107,16 +99,11 @@ class Tracker:
         return FILES if self._runs is not None else ""
 
     @property
-    def page(self) -> Path | None:
-        """The file of the run's report as a page; None if the run is not recorded."""
-        return None if self._file is None else self._file.folder / "record" / REPORT_PAGE
-
-    @property
     def run_url(self) -> str:
-        """The address of the run's page."""
+        """The address of the run's page in MLflow; "" if it has none."""
         if self._server is not None and self._there.get("experiment_id"):
             return page_address(self._server.uri, run_path(self._there["experiment_id"], self.run_id))
-        return str(self.page or "")
+        return ""
 
     def start(
         self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str
@@ -129,17 +116,6 @@ class Tracker:
         make_folder(self._runs / run_name)
         self._file = RecordFile(self._runs / run_name)
         self._log_values("params", params, sync=True)
-        self.set_tags(tags)
-        return self.run_id
-
-    def adopt(self, run_name: str, tags: Mapping[str, str]) -> str:
-        """Give the record of a run from elsewhere a run of its own in this MLflow instead of the one that it
-        names; return the id. Raises UserError if MLflow refuses it."""
-        if self._runs is None or not (self._runs / run_name / RECORD).is_file():
-            return ""
-        self._create(run_name, "")
-        give_address(self._runs / run_name, self._there)
-        self._file, self._addressed = RecordFile(self._runs / run_name), True
         self.set_tags(tags)
         return self.run_id
 
@@ -207,7 +183,7 @@ class Tracker:
             return None
         with self._opening:  # the thread that writes checkpoints may record at the same time
             if self._copier is None:
-                self._copier = copier_of(self._file.folder, self._server.uri, self._server.upload_limit)
+                self._copier = copier_of(self._file.folder, self._server.uri)
             return self._copier
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -228,44 +204,9 @@ class Tracker:
                 _log.warning("metrics cannot be recorded: %s", error)
             self._full = True
 
-    def log_text(self, name: str, text: str) -> None:
-        """Record a text file."""
-        self.log_bytes(name, masked(text).encode())
-
-    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Record rows with equal keys. MLflow matches rows by the first key when it compares runs."""
-        if rows:
-            # Cell by cell: in the text of the whole table, one address could hide what follows it.
-            cells = [
-                [masked(cell) if isinstance(cell, str) else cell for cell in row.values()] for row in rows
-            ]
-            self.log_bytes(name, json.dumps({"columns": list(rows[0]), "data": cells}).encode(), "table")
-
-    def log_bytes(self, name: str, content: bytes, op: str = "file") -> None:
-        """Record a file as it is: a picture, or a page whose maker has masked what it shows."""
-        if self._file is not None:
-            path = self._file.folder / "record" / name
-            make_folder(path.parent)
-            write_bytes(path, content)
-            self.record({"op": op, "path": f"record/{name}", "folder": name.rpartition("/")[0]})
-
-    def log_file(self, path: Path, folder: str) -> None:
-        """Record a file under `folder` ("" for the top). Do not move a file of the run's folder: it is read
-        when it is sent. Another file is copied."""
-        if self._file is None:
-            return
-        own, path = self._file.folder.absolute(), path.absolute()
-        if not path.is_relative_to(own):
-            make_folder(own / "record" / folder)
-            path = Path(shutil.copy(path, own / "record" / folder / path.name))
-        self.record({"op": "file", "path": str(path.relative_to(own)), "folder": folder})
-
-    def log_dataset(
-        self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
-    ) -> None:
-        """Record the data that the run was trained on."""
-        values = {"num_rows": num_rows, "columns": list(columns), "context": context}
-        self.record({"op": "dataset", "name": name, "digest": digest, "source": masked(source), **values})
+    def log_file(self, name: str) -> None:
+        """Record a file of the run's folder, which is read when it is sent."""
+        self.record({"op": "file", "path": name})
 
     def keep(self) -> None:
         """Make all lines so far survive a power loss. Called before a checkpoint is saved, as a run resumed
@@ -273,13 +214,12 @@ class Tracker:
         if self._file is not None:
             self._file.sync()
 
-    def log_checkpoints(self, kept: Sequence[Mapping[str, Any]], dataset: tuple[str, str] | None) -> None:
+    def log_checkpoints(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Record which checkpoints the run keeps now, each as a model that can be loaded back; remove the
         others from the record.
 
         kept: for each checkpoint its uid (differs when its content does), name, step, folder, role (best,
-        latest, best+latest or kept) and metrics (of the evaluation before it, as they were logged). dataset:
-        name and digest of the training data."""
+        latest, best+latest or kept) and metrics (of the evaluation before it, as they were logged)."""
         if self._file is None:
             return
         root, cards = self._file.folder.absolute(), []
@@ -288,7 +228,7 @@ class Tracker:
             folder = os.path.relpath(card["folder"].absolute(), root)
             metrics = {name: float(value) for name, value in card["metrics"].items()}
             cards.append({**card, "folder": folder, "metrics": metrics})
-        self.record({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
+        self.record({"op": "checkpoints", "kept": cards}, sync=True)
 
     def register(self, name: str, uid: str, alias: str) -> str:
         """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that
@@ -313,11 +253,6 @@ class Tracker:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set short facts to filter and group runs by."""
         self._log_values("tags", tags)
-
-    def set_description(self, markdown: str) -> None:
-        """Set the description of the run, which its page begins with."""
-        # MLflow shows this tag as the run's description.
-        self.set_tags({"mlflow.note.content": markdown})
 
     def _log_values(self, op: str, values: Mapping[str, str], sync: bool = False) -> None:
         self.record(
@@ -348,14 +283,14 @@ def _address(run_name: str, uri: str = FILES, experiment_id: str = "", run_id: s
     return {"op": "run", "name": run_name, **where}
 
 
-def copier_of(folder: Path, uri: str, upload_limit: int) -> "Copier":
+def copier_of(folder: Path, uri: str) -> "Copier":
     """Return a copier of the record in a folder to the MLflow at `uri`."""
     from dphybrid.tracking.copier import Copier
     from dphybrid.tracking.writer import MlflowWriter
 
     # The run that the next line belongs to; a line with an address comes before those of another one.
     there = [*addresses(folder)[:1], *addresses(folder, before=Sent.read(folder).offset)][-1]
-    return Copier(folder, MlflowWriter(uri, there["run_id"], folder, upload_limit).write)
+    return Copier(folder, MlflowWriter(uri, there["run_id"], folder).write)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,6 @@ result is the same as once.
 All calls use the client with an explicit run id, never the fluent functions: their active run is local to a
 thread."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -40,7 +39,7 @@ _MALFORMED = (KeyError, ValueError, TypeError, AttributeError)
 _NOTE_TAG = "mlflow.note.content"
 _DETAILS = re.compile(
     r"(?!system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))$)"
-    r"(?:timing|timing_share|embedding|split|system)/|train/lr"
+    r"(?:timing|embedding|system)/|train/lr"
 )
 """Metrics that stay in the record: MLflow's pages take about twenty."""
 
@@ -84,14 +83,13 @@ def _experiment(client: MlflowClient, server: Server) -> str:
 
 class MlflowWriter:
     """Writes lines of the record in `folder`, which begin in the MLflow run `run_id`; a line with another
-    address begins another run. upload_limit: a checkpoint's file of more bytes is logged by path instead of
-    being uploaded.
+    address begins another run.
 
     Connects at the first line, and so in the copier's thread, where the training does not wait for it.
     """
 
-    def __init__(self, tracking_uri: str, run_id: str, folder: Path, upload_limit: int) -> None:
-        self._uri, self._run_id, self._upload_limit = tracking_uri, run_id, upload_limit
+    def __init__(self, tracking_uri: str, run_id: str, folder: Path) -> None:
+        self._uri, self._run_id = tracking_uri, run_id
         self._folder, self._checked = folder.absolute(), ""
 
     def write(self, lines: list[Line]) -> None:
@@ -126,7 +124,7 @@ class MlflowWriter:
 
     @property
     def _models(self) -> CheckpointModels:
-        return CheckpointModels(self._client, self._uri, self._run_id, self._upload_limit)
+        return CheckpointModels(self._client, self._uri, self._run_id)
 
     @cached_property
     def _verbs(self) -> dict[str, Callable[[Line], None]]:
@@ -135,8 +133,6 @@ class MlflowWriter:
             "params": lambda line: self._pairs("params", Param, _MAX_PARAM, line),
             "tags": lambda line: self._pairs("tags", RunTag, _MAX_TAG, line),
             "file": self._file,
-            "table": self._table,
-            "dataset": self._dataset,
             "checkpoints": lambda line: self._models.reconcile(line, self._folder),
             "register": lambda line: self._models.register(line),
             "status": self._status,
@@ -177,41 +173,12 @@ class MlflowWriter:
 
     def _file(self, line: Line) -> None:
         path = inside(self._folder, line["path"])
-        if line["folder"]:
-            inside(self._folder, line["folder"])
         if not path.exists():
             raise Refused(f"{path}: no longer exists")
-        self._client.log_artifact(self._run_id, str(path), line["folder"] or None)
-
-    def _table(self, line: Line) -> None:
-        self._file(line)
-        # Because of this tag, MLflow's UI offers the file as a table that can be compared between runs.
-        name = "/".join(filter(None, (line["folder"], Path(line["path"]).name)))
-        entry = {"path": name, "type": "table"}
-        entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
-        if entry not in entries:
-            self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))
-
-    def _dataset(self, line: Line) -> None:
-        columns = [{"name": str(key), "type": "string"} for key in line["columns"]]
-        dataset = Dataset(
-            name=line["name"],
-            # MLflow's database column holds 36 characters; the profile has the whole digest.
-            digest=line["digest"][:36],
-            source_type="local",
-            source=json.dumps({"uri": line["source"]}),
-            schema=json.dumps({"mlflow_colspec": columns}),
-            profile=json.dumps({"num_rows": line["num_rows"], "digest": line["digest"]}),
-        )
-        self._client.log_inputs(
-            self._run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", str(line["context"]))])]
-        )
+        self._client.log_artifact(self._run_id, str(path))
 
     def _status(self, line: Line) -> None:
         if line["status"] == "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            started = self._client.get_run(self._run_id).info.start_time
-            # The clock may have been set back during the run; an end before the start makes no sense.
-            end_ms = max(line["t"], started)
-            self._client.set_terminated(self._run_id, line["status"], end_time=end_ms)
+            self._client.set_terminated(self._run_id, line["status"], end_time=line["t"])

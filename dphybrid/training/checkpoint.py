@@ -36,7 +36,7 @@ from dphybrid.training.tensor_file import (
 from dphybrid.util.digests import own_files, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
-from dphybrid.util.pages import LaterVersion, Page
+from dphybrid.util.pages import OtherVersion, Page
 
 STATE = "state.json"
 _LARGEST_PAGE = 2**28
@@ -217,7 +217,7 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
     for path in reversed(complete_checkpoints(folder)):
         try:
             verify_checkpoint(path)
-        except LaterVersion:
+        except OtherVersion:
             raise
         except UserError as error:
             damaged[path] = error
@@ -303,7 +303,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Return the page of a checkpoint. Raises UserError when it is missing or damaged."""
+    """Return the page of a checkpoint. Raises UserError when it is missing, damaged or of another version."""
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
     if (size := (path / "state.json").stat().st_size) > _LARGEST_PAGE:

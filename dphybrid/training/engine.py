@@ -76,9 +76,8 @@ class Engine:
         """Return the text that reports show as the devices of a run."""
         return devices
 
-    def num_parts(self, devices: str, in_first_split: int = 0) -> int:
-        """Return how many parts a batch is split into. in_first_split: the number of parts in the first split
-        that the run recorded, 0 if unknown."""
+    def num_parts(self, devices: str) -> int:
+        """Return how many parts a batch is split into."""
         return len(resolve_devices(devices))
 
     # In training.

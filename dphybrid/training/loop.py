@@ -217,8 +217,7 @@ def log_kept(session: Session) -> None:
     progress = session.trained.progress
     session.named.clear()
     cards = checkpoint_cards(keep_checkpoints(session, progress), session.config.recipe, progress.best_step)
-    data = Path(session.facts["prepared"]).name, session.facts["data_digest"]
-    session.tracker.log_checkpoints(cards, data)
+    session.tracker.log_checkpoints(cards)
 
 
 def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Observation of a training: printed lines of loss and speed, stage times, and splits."""
+"""Observation of a training: printed lines of loss and speed, stage times and splits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,13 +18,13 @@ from dphybrid.util.text import metric_text
 
 
 class Observer:
-    """Keeps clock, losses, splits and display out of the training loop, which only reports what
-    happens. Losses stay on their device until a line needs them."""
+    """Keeps clock, losses, splits and display out of the training loop, which only reports what happens.
+    Losses stay on their device until a line needs them."""
 
     def __init__(self, session: Session, display: Display, gpus: Sequence[str] = ()) -> None:
         """gpus: UUIDs of the GPUs whose load is logged."""
         self._session, self._display = session, display
-        self.system = SystemMetrics(gpus)
+        self._system = SystemMetrics(gpus)
         self._full = rows_of_batch(session.train_data, session.config.train.batch_size)
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
@@ -123,7 +123,7 @@ class Observer:
                 counters = self.pipeline.counters(self._steps - self._steps_before)
                 metrics |= {f"embedding/{name}": value for name, value in counters.items()}
             metrics |= session.engine.measured()
-            metrics |= self.system.sample()
+            metrics |= self._system.sample()
             session.tracker.log_metrics(metrics, step)
         self._note = "no loss" if loss is None else f"loss {metric_text(loss)}"
         self._loss, self._weight, self._steps, self._steps_before = 0.0, 0.0, 0, 0

@@ -64,8 +64,8 @@ class SplitRow:
     steps: int
 
     def table_row(self) -> dict[str, Any]:
-        """Return the row for MLflow's table view, which needs one column that identifies a row: `where`, for
-        people. Code reads `number` and `replica`."""
+        """Return the row for tables. `where` tells people which row it is; code reads `number` and
+        `replica`."""
         values = asdict(self)
         where = f"split {self.number} / replica {self.replica} / {self.block}"
         first, latest = values.pop("first_shape"), values.pop("latest_shape")

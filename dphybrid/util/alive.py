@@ -24,17 +24,15 @@ NAME = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
 
 def process_name(pid: int | None = None) -> str:
     """Return a name that no other process has, on any machine: `PID-START-NAMESPACE-BOOT-HOST`, which may be
-    part of a file's name. pid: None for this process. Raises ProcessLookupError if it does not exist, and
-    PermissionError if this system hides it.
+    part of a file's name. pid: None for this process. Raises ProcessLookupError if it does not exist.
 
     START is in ticks since the boot, so setting the clock does not change it.
     """
     pid = pid or os.getpid()
     try:
         started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        os.kill(pid, 0)  # tells a hidden process (hidepid) of another user from none
-        raise
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
     fields = started.rpartition(")")[2].split()  # a program's name may hold spaces
     if fields[0] in "ZX":  # it has ended, and its parent has not asked for its exit code
         raise ProcessLookupError(pid)
@@ -50,7 +48,7 @@ def _place() -> str:
 
 def lives(name: str) -> bool | None:
     """Return whether a process that `process_name` named exists. None: it is of another machine or container,
-    which alone can say, or hidden, or nobody's name."""
+    which alone can say, or nobody's name."""
     match, (namespace, boot, host) = NAME.fullmatch(name), _place().split("-")
     if match is None or match[5] != host:
         return None
@@ -62,15 +60,11 @@ def lives(name: str) -> bool | None:
         return process_name(int(match[1])) == name
     except ProcessLookupError:
         return False
-    except (PermissionError, FileNotFoundError):
-        return None
 
 
 def alive(folder: Path) -> bool:
-    """Return whether a run is alive: the lock of its folder is held. Raises UserError for another user's lock
-    that this one may not open."""
-    with permission_explained(folder):
-        return is_held(folder / LOCK)
+    """Return whether a run is alive: the lock of its folder is held."""
+    return is_held(folder / LOCK)
 
 
 @contextmanager
@@ -79,8 +73,7 @@ def holding(folder: Path, otherwise: str = RUNNING) -> Iterator[None]:
     holds it, or has removed the folder. otherwise: the message while it is held."""
     lock = FileLock(folder / LOCK)
     try:
-        with permission_explained(folder):
-            acquired = lock.acquire()
+        acquired = lock.acquire()
     except FileNotFoundError as error:
         raise UserError(f"{folder}: was removed meanwhile") from error
     if not acquired:
@@ -89,15 +82,3 @@ def holding(folder: Path, otherwise: str = RUNNING) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def permission_explained(folder: Path) -> Iterator[None]:
-    """Turn a PermissionError on another user's run into a UserError that says what to do."""
-    try:
-        yield
-    except PermissionError as error:
-        raise UserError(
-            f"run {folder.name} belongs to user {folder.stat().st_uid}, and you may not open "
-            f"{error.filename}; work on a copy in your own DPHYBRID_DATA_DIR, or ask its owner"
-        ) from error

@@ -1,5 +1,4 @@
-"""Parser of device texts: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`,
-`cuda:0*4`.
+"""Parser of device texts: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0*4`.
 
 Pure Python, so that a config can be checked without torch. `dphybrid.parallel.resolve_devices` finds the
 hardware for a text.
@@ -50,9 +49,6 @@ def parse_device_spec(text: str) -> DeviceSpec:
         return DeviceSpec(cleaned, (), False, int(match[1]))
     names: list[str] = []
     for item in cleaned.split(","):
-        # cuda:0,1 is short for cuda:0,cuda:1
-        if item.isdigit() and names and names[-1].startswith("cuda"):
-            item = f"cuda:{item}"
         match = _ITEM.fullmatch(item)
         if match is None:
             raise UserError(f"cannot read {item!r}; {_HELP}")

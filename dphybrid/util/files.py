@@ -262,17 +262,12 @@ def remove_folder(folder: Path) -> None:
 def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
     """Yield a new hidden folder in `parent`, as a path without symbolic links; remove it when the block ends.
     First remove those of this name that killed processes of this machine left.
-
-    Raises UserError if `parent` cannot be written.
     """
     folder = temporary(parent / name, _SCRATCH)
-    try:
-        with naming(parent):
-            make_folder(parent)
-            clear_leftovers(parent, name, alone=False)
-            folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise UserError(f"{disk_text(error)}; or set DPHYBRID_DATA_DIR to another folder") from error
+    with naming(parent):
+        make_folder(parent)
+        clear_leftovers(parent, name, alone=False)
+        folder.mkdir(mode=0o700)
     try:
         yield folder.resolve()
     finally:

@@ -1,4 +1,4 @@
-"""Keep freed memory in the process, count page faults, and recognize out-of-memory errors."""
+"""Keep freed memory in the process, and recognize out-of-memory errors."""
 
 import ctypes
 import resource
@@ -24,12 +24,6 @@ def keep_freed_memory() -> bool:
     # Older versions of glibc refuse so large a threshold: then use no mmap at all.
     kept = library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(_MMAP_MAX, 0)
     return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def page_faults() -> int:
-    """Return the number of minor page faults of this process so far: pages it got from the system without
-    reading a disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_gib() -> dict[str, float]:

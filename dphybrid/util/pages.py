@@ -18,12 +18,12 @@ _HERE = "$HERE/"
 """What a path relative to the page's folder begins with."""
 
 
-class LaterVersion(UserError):
-    """A page that a later version of dphybrid wrote: it is not damaged."""
+class OtherVersion(UserError):
+    """A page that another version of dphybrid wrote: it is not damaged."""
 
 
 class Page(BaseModel):
-    """A file whose values are the fields of a subclass. VERSION: of the class. DEPTH: how many folders
+    """A file whose values are the fields of a subclass. VERSION: of the subclass. DEPTH: how many folders
     above its own the data folder is; 0 for a page without paths, or one that may be elsewhere."""
 
     VERSION: ClassVar[int] = 1
@@ -31,18 +31,16 @@ class Page(BaseModel):
     # Metrics may be NaN or infinite, which standard JSON cannot represent: write Python's constants.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
-    version: int = VERSION
-
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a page. Raises UserError if it is missing or damaged, and LaterVersion."""
+        """Read a page. Raises UserError if it is missing or damaged, and OtherVersion."""
         values = read_json(path)
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
         # Before the fields, so that the message names the version and not a field that it has changed.
-        if isinstance(version := values.get("version", 1), int) and version > cls.VERSION:
-            later = f"has version {version}, this dphybrid reads up to {cls.VERSION}"
-            raise LaterVersion(f"{path}: {later}; update dphybrid")
+        if (version := values.pop("version", 1)) != cls.VERSION:
+            reads = f"this dphybrid reads version {cls.VERSION}"
+            raise OtherVersion(f"{path}: has version {version}, {reads}; use the dphybrid that wrote it")
         here = os.path.abspath(path.parent)
 
         def found(text: str) -> str:
@@ -57,7 +55,8 @@ class Page(BaseModel):
 
     def write(self, path: Path, depth: int | None = None) -> None:
         """Write the page atomically and durably. depth: instead of the class's DEPTH."""
-        values, here = self.model_dump(mode="json"), path.absolute().parent
+        values = {"version": self.VERSION, **self.model_dump(mode="json")}
+        here = path.absolute().parent
         if depth := self.DEPTH if depth is None else depth:
             root = f"{here.parents[depth - 1]}/"
             values = _mapped(

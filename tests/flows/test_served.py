@@ -178,10 +178,10 @@ def test_the_command_that_deploy_prints_runs_to_completion(
     run = client.search_runs([experiment.experiment_id])[0]
     assert run.info.status == "FINISHED"
     assert run.data.tags["prefect.deployment_name"] == "train-hybrid"
-    assert "Prefect flow run" in run.data.tags["mlflow.note.content"]
+    assert "prefect.flow_run_url" in run.data.tags
     assert run.data.tags["dphybrid.replicas"] == "2"
     assert "perf/step_ms" in run.data.metrics
-    assert "split_shapes.json" in {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert "splits.txt" in {item.path for item in client.list_artifacts(run.info.run_id)}
     assert len(client.search_logged_models([experiment.experiment_id])) >= 1
     flow_run = team.flow_run(UUID(run.data.tags["prefect.flow_run_id"]))
     assert flow_run["name"] == run.info.run_name

@@ -19,7 +19,6 @@ from dphybrid.gpus.leases import (
 )
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.job import prepare_data
-from dphybrid.util.alive import LOCK, holding
 from dphybrid.util.files import check_target, own_folder
 from tests.fake_nvml import stand_in
 from tests.refusing import refused
@@ -152,19 +151,3 @@ def test_another_user_reads_nothing_of_a_new_data_folder(open_folder: Path) -> N
     prepared = prepare_data(build_config({"recipe": "toy", "devices": "cpu"}), settings).data.path
     assert (prepared / "manifest.json").is_file()
     assert as_nobody((prepared / "manifest.json").read_text).startswith("PermissionError")
-
-
-@needs_root
-def test_resuming_another_users_run_tells_what_to_do(open_folder: Path) -> None:
-    run = open_folder / "theirs"
-    run.mkdir()
-    (run / LOCK).touch()
-    (run / LOCK).chmod(0o600)
-
-    def work() -> str:
-        with holding(run):
-            return "taken"
-
-    said = as_nobody(work)
-    assert said.startswith("UserError: run theirs belongs to user 0, ")
-    assert "a copy in your own DPHYBRID_DATA_DIR" in said

@@ -32,7 +32,7 @@ from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests import stores
-from tests.commands import command
+from tests.commands import command, version_of
 from tests.conftest import own_settings
 from tests.refusing import refused
 from tests.waiting import wait_until
@@ -163,7 +163,7 @@ def test_two_retrainings_in_every_order(shop: Shop, order: tuple[str, ...]) -> N
             number = shop.registry.newest(name, before.page.run_id).number
             champions += [number] if decided[who].promoted else []
             assert shop.registry.champion(name).number == champions[-1]
-            assert shop.registry.version(name, number).decision == decided[who].text
+            assert version_of(shop.registry, name, number).decision == decided[who].text
     apart = "".join(order) not in ("AAABBB", "BBBAAA")  # else the second continued from the first
     if apart:
         assert decided["B"].promoted == (list(decided) == ["B", "A"]), "it is better than version 1 alone"
@@ -228,7 +228,7 @@ def test_a_retraining_that_dies_at_any_request_after_its_registration_is_decided
             shop.decide(run)
     assert f"{run.folder.name}: promoted: " in command("sync")
     assert shop.registry.champion(name).number == "2"
-    assert shop.registry.version(name, "2").decision.startswith("promoted: ")
+    assert version_of(shop.registry, name, "2").decision.startswith("promoted: ")
     assert "Nothing to do" in command("sync")
 
 
@@ -316,7 +316,7 @@ def test_a_copied_data_folder_is_whole_by_itself(shop: Shop, tmp_path: Path) -> 
     """Runs and prepared data of the copy are used, not those of the original."""
     shop.begin("copied")
     shop.decide(shop.train("copied", shop.plan("copied", GOOD)))
-    run = shop.trained[GOOD, shop.registry.version("copied", "1").run_id].folder.name
+    run = shop.trained[GOOD, version_of(shop.registry, "copied", "1").run_id].folder.name
     rows = day(7, range(12), 50)
     before = dphybrid.load(run).predict(rows).tolist()
     shutil.copytree(shop.settings.data_dir, tmp_path / "copy", symlinks=True)

@@ -16,7 +16,7 @@ from dphybrid.run.folder import all_runs
 from dphybrid.tracking.models import Registry, runs_in_use
 from dphybrid.tracking.record import RecordFile
 from dphybrid.util.alive import holding
-from tests.commands import command, models_of, run_with
+from tests.commands import command, models_of, run_with, version_of
 
 TABLE = [
     "recipe=ctr",
@@ -91,7 +91,7 @@ def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
         run_with(*TABLE, f"train.epochs={n}", "checkpoint.register_as=m", run_name=f"v{n}") for n in (1, 2, 3)
     ]
     registry = Registry(reports[0].tracking_uri)
-    registry.decide(registry.version("m", "2"), "promoted: better")
+    registry.decide(version_of(registry, "m", "2"), "promoted: better")
     assert runs_in_use(registry.uri) == {
         reports[1].run_id: "version 2 of its model is m@champion",
         reports[2].run_id: "version 3 of its model is m@challenger",

@@ -26,7 +26,7 @@ GRID = {"train.lr": [0.01, 0.02, 0.03], "train.batch_size": [32, 64]}
 def some_report(**facts: object) -> Report:
     """A report that says nothing but these facts."""
     values: dict[str, Any] = {name: "x" for name, field in Report.model_fields.items() if field.is_required()}
-    values |= {"splits": [], "split_lines": [], "warnings": []}
+    values |= {"splits": [], "split_lines": []}
     values |= {name: {} for name in ("stages", "step_ms", "digests")}
     return Report.model_validate(values | facts)
 

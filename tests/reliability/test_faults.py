@@ -18,8 +18,8 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
-from dphybrid.tracking import waiting
 from dphybrid.tracking.opening import embedded_uri
+from dphybrid.tracking.record import waits
 from tests.conftest import LONG
 from tests.reliability.faults import ERRORS, KILLED, MODES
 from tests.reliability.scenarios import SCENARIOS, options_of, write_files
@@ -86,7 +86,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
             (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
             for model in models
         ),
-        "waiting": waiting((data_dir / "runs").iterdir()),
+        "waiting": sum(map(waits, (data_dir / "runs").iterdir())),
         "files": sorted(path.name for path in page.parent.iterdir()),
     }
 

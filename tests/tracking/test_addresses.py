@@ -3,12 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
-import polars as pl
 import pytest
 from mlflow.tracking import MlflowClient
 
-import dphybrid
 from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.tracking import open_tracker
@@ -94,14 +91,3 @@ def test_a_damaged_line_with_the_address_does_not_cost_it_if_another_part_has_it
         assert metrics == {"train/loss": 1.0, "late": 2.0}
     else:
         assert "Nothing to do" in told
-
-
-def test_python_and_the_command_record_into_the_same_experiment(uri: str, data_dir: Path) -> None:
-    random = np.random.default_rng(0)
-    frame = pl.DataFrame({"a": random.integers(0, 5, 60), "y": random.integers(0, 2, 60)})
-    frame.write_csv("rows.csv")
-    python = dphybrid.train(frame, label="y", epochs=1, devices="cpu", tracking=uri, quiet=True)
-    report = run_with("recipe=ctr", "devices=cpu", "data.path=rows.csv", "data.label=y", "train.epochs=1")
-    client = MlflowClient(uri)
-    found = {client.get_run(each.run_id).info.experiment_id for each in (python, report)}
-    assert [client.get_experiment(number).name for number in found] == ["dphybrid/ctr"]

@@ -16,7 +16,7 @@ from dphybrid.run.job import run_job
 from dphybrid.run.pages import Report
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
-from dphybrid.tracking.record import RecordFile, destination, give_address, of_metrics, waits
+from dphybrid.tracking.record import RecordFile, destination, of_metrics, waits
 from dphybrid.tracking.sync import sync
 from dphybrid.util.locks import FileLock, is_held
 from tests.commands import command, python
@@ -57,7 +57,7 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
     for step in (1, 2):
         tracker.log_metrics({"valid/auc": 0.5 * step}, step)
         kept = card(tmp_path / "store" / "runs" / "run", step)
-        tracker.log_checkpoints([kept], None)
+        tracker.log_checkpoints([kept])
         if step == 1:
             shutil.rmtree(kept["folder"])
     held.release()
@@ -71,12 +71,12 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
 
 
 def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
-    names = ["bob's", """bob's "best" one""", """bob-s "best" one""", "100%_sure", "naïve größe"]
+    names = ["100%_sure", "100-_sure", "naïve größe"]
     for number in (1, 2):
         tracker = open_tracker(None, "names", tmp_path)
         tracker.start(f"run-{number}", {}, {"dphybrid.recipe": "ctr"}, "")
         tracker.log_metrics({"valid/auc": 0.5}, 1)
-        tracker.log_checkpoints([card(tmp_path / "runs" / f"run-{number}")], None)
+        tracker.log_checkpoints([card(tmp_path / "runs" / f"run-{number}")])
         assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
         tracker.finish("FINISHED")
     registry = Registry(tracker.tracking_uri)
@@ -84,8 +84,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         newest, champion = registry.newest(name), registry.champion(name)
         assert (newest.number, champion.number) == ("2", "1")
     client = MlflowClient(tracker.tracking_uri)
-    assert client.get_registered_model("bob's").tags == {"dphybrid.recipe": "ctr"}
-    assert client.get_model_version("naïve größe", "2").description == "auc 0.5000 (run-2, step 1)"
+    assert client.get_registered_model("100%_sure").tags == {"dphybrid.recipe": "ctr"}
 
 
 def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupted(
@@ -103,7 +102,7 @@ def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupte
     tracker = open_tracker(None, "interrupted", tmp_path)
     tracker.start("run", {}, {"dphybrid.recipe": "ctr"}, "")
     tracker.log_metrics({"valid/auc": 0.5}, 1)
-    tracker.log_checkpoints([card(tmp_path / "runs" / "run")], None)
+    tracker.log_checkpoints([card(tmp_path / "runs" / "run")])
     assert tracker.register("clicks", "uid-1", "challenger") == ""
     registry = Registry(tracker.tracking_uri)
     champion = registry.champion("clicks")
@@ -133,7 +132,7 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "Registered:" not in report.text
     client = MlflowClient(report.tracking_uri)
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert "NOT registered as clicks: no more versions" in note
+    assert "- **NOT registered as clicks**: no more versions" in note
     assert "models:/clicks@challenger" not in note
     assert "MLflow lacks 1 line of the record (no more versions)" in capsys.readouterr().out
     assert "Nothing to do" in command("sync")
@@ -201,17 +200,16 @@ def test_a_moved_data_folder_sends_its_records_and_checkpoints(data_dir: Path, t
     run_id, record = unsent(settings.mlflow_dir, settings.runs_dir, "run")
     tracker = open_tracker("files", "", settings.mlflow_dir, runs=settings.runs_dir)
     tracker.attach("run")
-    tracker.log_text("notes/a.txt", "text")
-    (record.folder / "own.txt").write_text("own")
-    tracker.log_file(record.folder / "own.txt", "")
-    tracker.log_checkpoints([card(record.folder / "checkpoints")], None)
+    (record.folder / "a.txt").write_text("text")
+    tracker.log_file("a.txt")
+    tracker.log_checkpoints([card(record.folder / "checkpoints")])
     tracker.close()
     settings.runs_dir.rename(tmp_path / "moved")
-    lines = list(sync((tmp_path / "moved").iterdir(), settings.mlflow_dir, None, 2**20))
+    lines = list(sync((tmp_path / "moved").iterdir(), settings.mlflow_dir, None))
     assert lines[-1] == ("run: everything copied", True)
     client = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db")
     names = {item.path for item in client.list_artifacts(run_id)}
-    assert names == {"notes", "own.txt"}
+    assert names == {"a.txt"}
     assert len(client.search_logged_models([client.get_run(run_id).info.experiment_id])) == 1
 
 
@@ -220,9 +218,9 @@ def test_sync_makes_no_database_and_takes_no_other_record_for_one(
 ) -> None:
     assert "Nothing to do" in command("sync")
     assert not list(data_dir.rglob("mlflow.db"))
-    for place, told in (("none", "the tracking URI is none"), ("files", "runs are recorded in files")):
+    for place in ("none", "files"):
         monkeypatch.setenv("DPHYBRID_TRACKING_URI", place)
-        assert told in command("sync", ends=2)
+        assert f"the tracking URI is {place}, so no run is recorded in MLflow" in command("sync", ends=2)
 
 
 def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None:
@@ -230,7 +228,8 @@ def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None
     _, record = unsent(settings.mlflow_dir, settings.runs_dir, "run")
     put_database("mlflow", data_dir / "other.db")
     there = destination(record.folder)
-    give_address(record.folder, {**there, "tracking_uri": f"sqlite:///{data_dir}/other.db"})
+    record.path.write_text(record.path.read_text().replace("embedded", f"sqlite:///{data_dir}/other.db"))
+    (record.folder / "record.sent").unlink()
     out = command("sync", "--wait", "2", ends=1)
     assert f"MLflow lacks the rest of the record (run {there['run_id']} does not exist at the tracking" in out
     assert waits(record.folder)
@@ -249,7 +248,8 @@ def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
     for step in range(1, 301):
         tracker.log_metrics({"train/loss": 1.0}, step)
         if step % 100 == 0:
-            tracker.log_text(f"{step}.txt", "text")
+            (folder / f"{step}.txt").write_text("text")
+            tracker.log_file(f"{step}.txt")
             time.sleep(0.4)
             assert waits(folder)
     tracker.close()
@@ -272,7 +272,7 @@ def test_a_file_that_is_gone_when_it_is_sent_is_told(
     folder = tmp_path / "runs" / "run"
     (folder / "gone.txt").touch()
     record = RecordFile(folder)
-    record.append({"op": "file", "path": "gone.txt", "folder": ""})
+    record.append({"op": "file", "path": "gone.txt"})
     record.close()
     (folder / "gone.txt").unlink()
     tracker.attach("run")
@@ -280,15 +280,3 @@ def test_a_file_that_is_gone_when_it_is_sent_is_told(
     tracker.finish("FINISHED")
     assert MlflowClient(tracker.tracking_uri).get_run(run_id).info.status == "FINISHED"
     assert "gone.txt: no longer exists" in capsys.readouterr().out
-
-
-def test_a_clock_set_back_makes_no_run_end_before_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracker = open_tracker(None, "clock", tmp_path)
-    run_id = tracker.start("run", {}, {}, "")
-    now = time.time
-    monkeypatch.setattr("dphybrid.tracking.record.time.time", lambda: now() - 86_400)
-    tracker.finish("FINISHED")
-    info = MlflowClient(tracker.tracking_uri).get_run(run_id).info
-    assert info.end_time >= info.start_time

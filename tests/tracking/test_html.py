@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from dphybrid.tracking.html import Line, bars, lines
+from dphybrid.tracking.html import Line, lines
 
 
 def test_a_line_lies_within_its_axes_and_names_them() -> None:
@@ -28,5 +28,4 @@ def test_any_number_can_be_drawn(value: float) -> None:
         drawn = lines([(range(len(ys)), ys, "points")])
         assert drawn.count("<circle") == sum(abs(y) < 1e100 for y in ys)
         assert not re.search("nan|inf", drawn)
-    assert bars({"a": value, "b": nan}, "seconds").count("<rect") == 2
-    assert lines([([1.0], [nan], "line")]) == bars({}, "seconds") == ""
+    assert lines([([1.0], [nan], "line")]) == ""

@@ -1,6 +1,5 @@
 """The record in MLflow: what a person opens must be there, loadable and right."""
 
-import json
 import re
 import sqlite3
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from dphybrid.run import job
 from dphybrid.run.pages import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import open_tracker
@@ -36,12 +34,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowCl
     return report, MlflowClient(report.tracking_uri)
 
 
-def test_the_version_of_torch_names_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package on PyPI is called 2.13.0, and its build 2.13.0+cu130."""
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert job._environment_tags()["version.torch"] == "2.13.0+cu130"
-
-
 def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, MlflowClient]) -> None:
     report, client = finished
     run = client.get_run(report.run_id)
@@ -61,9 +53,7 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
         *("summary_checkpoint_stall_s", "summary_checkpoint_mib"),
     }
     assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
-    (given,) = run.inputs.dataset_inputs
-    assert report.digests["data"].startswith(given.dataset.digest)
-    assert json.loads(given.dataset.profile)["num_rows"] == 10_000
+    assert run.data.tags["dphybrid.data_digest"] == report.digests["data"]
 
 
 def test_the_finer_metrics_are_in_the_record(finished: tuple[Report, MlflowClient]) -> None:
@@ -83,8 +73,6 @@ def test_the_finer_metrics_are_in_the_record(finished: tuple[Report, MlflowClien
     } < set(curves.columns)
     steps = curves.dropna(subset=["timing/forward_ms"])["step"]
     assert steps.to_list() == list(range(20, 320, 20))
-    summary = table[table["op"] == "summary"].filter(like="timing_share/")
-    assert summary.max().sum() == pytest.approx(100, abs=0.01)
 
 
 def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path: Path) -> None:
@@ -93,52 +81,28 @@ def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path
     (tmp_path / "t.csv").write_text("\n".join(lines))
     report = run_with("recipe=ctr", f"data.path={tmp_path / 't.csv'}", "data.label=y", "train.epochs=2")
     text = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert [line.partition("**:")[0] for line in text.splitlines()[:4]] == [
-        f"- **{name}" for name in ("What", "Results", "Floor", "Doubts")
-    ]
-    assert "ctr on cpu, batch 32, seed 0; t.csv: 150 rows" in text.replace("\\", "").replace(
-        f"{tmp_path}/", ""
-    )
-    assert f"Validation auc {report.metrics['auc']:.4f}" in text
-    assert f"predictor = dphybrid.load('{report.run_name}')" in text
-    command = text.partition("\ndphybrid train ")[2].partition("\n\n")[0].replace(" \\\n  ", " ")
-    assert "--train.epochs 2 " in f"{command} "
-    blocks = text.split("\n```")  # between them, what is no block of code
-    lines = [line for block in blocks[1::2] for line in block.splitlines()]
-    assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
-    assert "<script>" not in "".join(blocks[::2])
-    assert odd in "".join(blocks[1::2])
-    page = (data_dir / "runs" / report.run_name / "record" / "Report.html").read_text()
+    facts = dict(line.removeprefix("- **").split("**: ") for line in text.replace("\\", "").splitlines())
+    assert facts.keys() == {"What", "Validation", "Baseline", "Time", "More"}
+    assert facts["What"].startswith("ctr on cpu, batch 32, seed 0; ")
+    assert facts["Validation"].startswith(f"auc {report.metrics['auc']:.4f}")
+    page = (data_dir / "runs" / report.run_name / "Report.html").read_text()
     assert "<script" not in page
+    assert f"predictor = dphybrid.load(&#x27;{report.run_name}&#x27;)" in page
+    command = page.partition("<pre>dphybrid train ")[2].partition("\n")[0]
+    assert "--train.epochs 2" in command
     assert f"auc: {report.metrics['auc']:.4f} at the epoch that is kept" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` $y^" in page
 
 
-def test_splits_figures_config_and_report_are_artifacts(
-    finished: tuple[Report, MlflowClient], tmp_path: Path
-) -> None:
+def test_splits_and_report_are_artifacts(finished: tuple[Report, MlflowClient], tmp_path: Path) -> None:
     report, client = finished
-
-    def fetched(name: str) -> bytes:
-        return Path(client.download_artifacts(report.run_id, name, str(tmp_path))).read_bytes()
-
-    names = {item.path for item in client.list_artifacts(report.run_id)}
-    assert {"Report.html", "config.json", "report.json", "splits.txt"} <= names
-    assert min(names) == "Report.html"
-    lines = fetched("splits.txt").decode().splitlines()
+    assert {item.path for item in client.list_artifacts(report.run_id)} == {"Report.html", "splits.txt"}
+    path = client.download_artifacts(report.run_id, "splits.txt", str(tmp_path))
+    lines = Path(path).read_text().splitlines()
     assert lines == report.split_lines
     assert lines[0] == "Let's use 3 devices!"
-    table = json.loads(fetched("split_shapes.json"))
-    assert table["columns"][:2] == ["where", "split"]
-    assert table["data"][0][:2] == ["split 1 / replica 0 / network.region", "[22, 10] -> [22, 10]"]
-    assert len({row[0] for row in table["data"]}) == len(table["data"])
-    tags = client.get_run(report.run_id).data.tags
-    assert {"path": "split_shapes.json", "type": "table"} in json.loads(tags["mlflow.loggedArtifacts"])
-    note = tags["mlflow.note.content"]
-    assert re.search(
-        r"(?s)What.*Floor.*batches were split.*load_model\(.*train --recipe hybrid",
-        note,
-    )
+    note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
+    assert "- **Split**: 64 rows on 3 devices: 22 \\+ 22 \\+ 20" in note
 
 
 def test_checkpoints_are_models_that_load_back(
@@ -167,7 +131,7 @@ def test_metrics_of_many_threads_and_names_all_arrive(tmp_path: Path) -> None:
     run_id = tracker.start("run", {}, {}, "")
 
     def log(number: int) -> None:
-        for step in range(100):
+        for step in range(30):
             tracker.log_metrics({f"thread {number}/{name}": float(step) for name in "abcde"}, step)
 
     with ThreadPoolExecutor(4) as threads:
@@ -176,7 +140,7 @@ def test_metrics_of_many_threads_and_names_all_arrive(tmp_path: Path) -> None:
     client = MlflowClient(tracker.tracking_uri)
     for name in (f"thread {number}/{name}" for number in range(4) for name in "abcde"):
         steps = [point.step for point in client.get_metric_history(run_id, name)]
-        assert sorted(steps) == list(range(100))
+        assert sorted(steps) == list(range(30))
 
 
 @pytest.mark.nightly
@@ -199,10 +163,8 @@ def test_a_tracker_of_nothing_has_every_verb(tmp_path: Path) -> None:
     tracker.resume("run", {}, {"a": "b"}, "")
     tracker.log_metrics({"a": 1.0}, 0)
     tracker.log_summary({"a": 1.0})
-    tracker.log_text("a.txt", "a")
-    tracker.log_table("a.json", [{"a": 1}])
-    tracker.log_file(tmp_path / "none", "")
-    tracker.log_checkpoints([], None)
+    tracker.log_file("a.txt")
+    tracker.log_checkpoints([])
     tracker.keep()
     assert tracker.register("clicks", "uid", "challenger") == "nothing is recorded"
     tracker.finish("FINISHED")

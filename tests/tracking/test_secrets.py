@@ -57,12 +57,9 @@ def test_a_record_in_plain_files_has_no_password(tmp_path: Path) -> None:
     tracker = open_tracker("files", "", tmp_path)
     tracker.start("run", {"data.path": uri}, {"from": uri}, "")
     tracker.set_tags({"again": uri})
-    tracker.log_dataset("rows", "digest", uri, 3, ["a"], "training")
-    tracker.log_text("notes/from.txt", uri)
-    tracker.log_table("from.json", [{"from": uri}])
     tracker.finish("FINISHED")
-    pages = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("*") if file.is_file()]
-    assert len(pages) == 3
-    assert all("postgresql://***@" in page and SECRET not in page for page in pages)
-    (record,) = tmp_path.rglob("record.jsonl")
+    (record,) = (file for file in tmp_path.rglob("*") if file.is_file())
+    text = record.read_text(encoding="utf-8")
+    assert "postgresql://***@" in text
+    assert SECRET not in text
     assert record.stat().st_mode & 0o777 == 0o600

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking import open_tracker, waiting
+from dphybrid.tracking import open_tracker
 from dphybrid.tracking.opening import embedded_uri
+from dphybrid.tracking.record import waits
 
 RUNS, STEPS = 5, 20
 
@@ -20,7 +21,6 @@ def run(store: Path, number: int) -> None:
     chance = random.Random(number)
     tracker = open_tracker(None, "together", store)
     tracker.start(f"run-{number}", {f"param.{i}": str(i) for i in range(20)}, {"number": str(number)}, "note")
-    tracker.log_dataset("data", "digest-of-all", "here", 100, ["a", "b"], "training")
     folder = store / "runs" / f"run-{number}" / "checkpoints"
     for step in range(1, STEPS + 1):
         tracker.log_metrics({"train/loss": 1 / step, "valid/auc": step / STEPS}, step)
@@ -30,11 +30,12 @@ def run(store: Path, number: int) -> None:
             (path / "state.json").write_text(json.dumps({"sha256": {}, "number": number}))
             card = {"uid": f"{number}-{step}", "name": path.name, "role": "latest", "step": step}
             card |= {"folder": path, "metrics": {"valid/auc": step / STEPS}}
-            tracker.log_checkpoints([card], ("data", "digest-of-all"))
+            tracker.log_checkpoints([card])
         if chance.random() < 0.1:
             time.sleep(chance.random())
-    tracker.log_text("note.txt", "words")
-    assert tracker.register("it's all", f"{number}-{STEPS}", "challenger") == ""
+    (folder.parent / "note.txt").write_text("words")
+    tracker.log_file("note.txt")
+    assert tracker.register("all of it", f"{number}-{STEPS}", "challenger") == ""
     tracker.finish("FINISHED")
 
 
@@ -61,7 +62,7 @@ def one_round(store: Path) -> list[str]:
 def look(store: Path) -> list[str]:
     """Return which records of the runs in a store are missing or doubled."""
     client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
-    wrong = [f"{n} wait" for n in [waiting((store / "runs").iterdir())] if n]
+    wrong = [f"{n} wait" for n in [sum(map(waits, (store / "runs").iterdir()))] if n]
     (experiment,) = [e for e in client.search_experiments() if e.name == "together"]
     runs = client.search_runs([experiment.experiment_id])
     wrong += [f"{len(runs)} runs"] if len(runs) != RUNS else []
@@ -77,13 +78,12 @@ def look(store: Path) -> list[str]:
         facts = {
             "status": found.info.status == "FINISHED",
             "params": len(found.data.params) == 20,
-            "inputs": len(found.inputs.dataset_inputs) == 1,
             "artifacts": [item.path for item in client.list_artifacts(run_id)] == ["note.txt"],
             "model": [[(m.key, m.step) for m in model.metrics] for model in models]
             == [[("valid/auc", STEPS)]],
         }
         wrong += [f"{told}: {name}" for name, good in facts.items() if not good]
-    versions = client.search_model_versions('name = "it\'s all"')
+    versions = client.search_model_versions("name = 'all of it'")
     if sorted(version.run_id for version in versions) != sorted(found.info.run_id for found in runs):
         wrong.append(f"{len(versions)} versions")
     return wrong
