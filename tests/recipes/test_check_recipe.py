@@ -40,13 +40,6 @@ class NoSuchOutput(Sound):
         return Task("mae", False, compute, reads=("predicted", "stars"))
 
 
-class _FailsInTraining(Network):
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.training:
-            raise RuntimeError("the shapes do not fit")
-        return super().forward(batch)
-
-
 class _DrawsUnseeded(Network):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         noise_B = torch.from_numpy(np.random.default_rng().random(len(batch["user_B"])))
@@ -98,7 +91,7 @@ class _AcrossTheBatch(Network):
         self.region.module = _Centred(8, 8, 1)
 
 
-NETWORKS = [_FailsInTraining, _DrawsUnseeded, _Counts, _CountsAhead, _AcrossTheBatch]
+NETWORKS = [_DrawsUnseeded, _Counts, _CountsAhead, _AcrossTheBatch]
 for _net in NETWORKS:  # a recipe of each one's name
     _name = _net.__name__.removeprefix("_")
     globals()[_name] = type(_name, (Sound,), {"net": _net, "__module__": __name__})
@@ -122,22 +115,19 @@ def check(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("name", "words"),
     [
-        ("OtherData", UserError, "draw all random numbers from the seed"),
-        ("NoSuchOutput", UserError, "reads 'stars', which neither batches nor outputs have"),
-        ("FailsInTraining", RuntimeError, "the shapes do not fit"),
-        ("DrawsUnseeded", UserError, "draw random numbers from torch"),
-        ("Counts", UserError, "resuming gives other weights"),
-        ("CountsAhead", UserError, "prefetching gives other weights"),
-        ("AcrossTheBatch", UserError, "between a split batch and the same"),
-        ("Forgets", UserError, "draw no random numbers in evaluation mode"),
+        ("OtherData", "draw all random numbers from the seed"),
+        ("NoSuchOutput", "reads 'stars', which neither batches nor outputs have"),
+        ("DrawsUnseeded", "draw random numbers from torch"),
+        ("Counts", "resuming gives other weights"),
+        ("CountsAhead", "prefetching gives other weights"),
+        ("AcrossTheBatch", "between a split batch and the same"),
+        ("Forgets", "draw no random numbers in evaluation mode"),
     ],
 )
-def test_what_breaks_is_named_with_its_remedy(
-    name: str, error: type[Exception], words: str, data_dir: Path
-) -> None:
-    with pytest.raises(error, match=re.escape(words)):
+def test_what_breaks_is_named_with_its_remedy(name: str, words: str, data_dir: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
         check(name)
     assert list((data_dir / "runs").iterdir()) == []
 
@@ -155,5 +145,8 @@ def test_a_table_predicts_for_its_first_rows(data_dir: Path, tmp_path: Path) -> 
     check_recipe(build_config({"recipe": "ctr", "data": data, "model": {"dim": 4}}))
 
 
-def test_a_recipe_that_reads_whole_arrays_is_checked_on_a_sample(data_dir: Path) -> None:
-    check_recipe("retrieval")
+def test_a_recipe_that_reads_whole_arrays_is_checked_on_a_sample(data_dir: Path, tmp_path: Path) -> None:
+    rows = [f"u{n % 40},i{n * n % 23}" for n in range(300)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["user,item", *rows]))
+    data = {"path": str(tmp_path / "pairs.csv"), "valid_fraction": 0.2}
+    check_recipe(build_config({"recipe": "retrieval", "data": data}))
