@@ -134,12 +134,11 @@ class TableDataConfig(RowFiles):
     """Categories seen fewer times than this in the training split count as the unknown value."""
     valid_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Share of the rows in the validation split."""
-    split: Literal["random", "time", "key", "named"] = "random"
-    """Validation split: random rows; time, the latest rows by data.split_column; key, all rows of some
-    values of data.split_column, so that, say, no user is in both splits; or named, as data.split_column says:
-    train, valid, test."""
+    split: Literal["random", "time", "key"] = "random"
+    """Validation split: random rows; time, the latest rows by data.split_column; or key, all rows of some
+    values of data.split_column, so that, say, no user is in both splits."""
     split_column: str | None = None
-    """Column for data.split=time, key or named."""
+    """Column for data.split=time or key."""
     valid_path: str | None = None
     """Separate files with the validation rows, instead of data.valid_fraction and data.split."""
     test_path: str | None = None
@@ -167,8 +166,7 @@ class TableDataConfig(RowFiles):
             raise ValueError(
                 f"split={self.split} needs a column: set data.split_column"
                 if self.split_column is None
-                else f"split=random takes no split_column={self.split_column}; set data.split to time, key "
-                "or named"
+                else f"split=random takes no split_column={self.split_column}; set data.split to time or key"
             )
         if self.valid_path is not None and self.split != "random":
             raise ValueError(

@@ -16,7 +16,7 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.run.pages import MetricsPage
 from dphybrid.training import loop
-from tests.preparing import from_file, names_of, prepare, table_of
+from tests.preparing import from_file, names_of, prepare
 from tests.refusing import refused
 
 
@@ -65,28 +65,6 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
     without = dphybrid.train(rows, label="y", epochs=1, devices="cpu", quiet=True)
     assert without.test_metrics == {}
     assert "(which chose the epoch)" in without.report().text.replace("\n" + " " * 13, " ")
-
-
-def test_a_column_names_the_parts(tmp_path: Path) -> None:
-    parts = ["train"] * 60 + ["Validation"] * 20 + ["test"] * 15
-    cells = {"x": [f"v{i % 5}" for i in range(95)], "part": parts, "y": [i % 2 for i in range(95)]}
-    data = table_of(tmp_path, cells, split="named", split_column="part")
-    assert data.info["inputs"] == ["x"]
-    found = [data.arrays[f"{part}_rows"].tolist() for part in ("train", "valid", "test")]
-    assert found == [list(range(60)), list(range(60, 80)), list(range(80, 95))]
-    assert "60 rows to train (50.0% positive), 20 to validate (50.0%), 15 to test (46.7%)" in data.describe()
-
-    # Without named validation rows, a share of the others is held out, never a test row.
-    cells["part"] = ["train"] * 80 + ["test"] * 15
-    data = table_of(tmp_path, cells, split="named", split_column="part")
-    assert data.arrays["test_rows"].tolist() == list(range(80, 95))
-    assert len(data.arrays["valid_rows"]) == 16
-    assert data.arrays["valid_rows"].max() < 80
-
-    for odd, message in (("holdout", "'holdout' names no part"), ("", "an empty cell names no part")):
-        cells["part"] = ["train"] * 94 + [odd]
-        with refused(f"data.split_column=part: {message}"):
-            table_of(tmp_path, cells, split="named", split_column="part")
 
 
 def test_statistics_and_vocabularies_do_not_see_the_test_files(tmp_path: Path) -> None:

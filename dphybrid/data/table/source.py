@@ -136,9 +136,8 @@ class TableSource(Source):
             raise UserError(
                 f"data.weight={data.weight!r}: this column is already the label; name another one"
             )
-        # The name of a row's part says nothing about it; a time or a key may be a feature.
-        named = data.split == "named"
-        taken = {name: field for field, name in columns.items() if named or field != "split_column"}
+        # A time or a key may be a feature, too.
+        taken = {name: field for field, name in columns.items() if field != "split_column"}
         if not self.base:  # whose roles hold, whatever comes or goes
             roles_given(names, data, self.schema, taken, header)
         return columns, taken

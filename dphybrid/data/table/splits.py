@@ -1,6 +1,6 @@
 """Which rows are for training, validation and test. Validation: random rows, the latest rows, all rows of
-some keys, those that a column names, or separate files. When a model is retrained, no row that it was trained
-on is for validation or test. Letters: B rows."""
+some keys, or separate files. When a model is retrained, no row that it was trained on is for validation or
+test. Letters: B rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +22,6 @@ _FEW_DISTINCT = 0.1
 
 
 TRAIN, VALID, TEST, LEFT_OUT = range(4)
-_PART_WORDS = {
-    **dict.fromkeys(("train", "training"), TRAIN),
-    **dict.fromkeys(("valid", "validation", "val", "dev"), VALID),
-    **dict.fromkeys(("test", "testing"), TEST),
-}
-"""Values of the column of data.split=named, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +42,15 @@ def split_rows(
     that each gives its share. column: cells of data.split_column. dates: how its texts were read as dates.
     Raises UserError if a part would be empty.
     """
-    part_B, text = part_B.copy(), ""
-    if data.split == "named" and column is not None:
-        part_B, text = _named(data, part_B, column), f"parts by {data.split_column}; "
+    part_B = part_B.copy()
     # Validation rows are chosen among these.
     open_B = part_B == TRAIN
     if data.valid_path is not None:
         text = f"validation split: the rows of {data.valid_path}"
-    elif data.split == "named" and (part_B == VALID).any():
-        data.check_unset("valid_fraction", f"data.split_column={data.split_column} names validation rows")
-        text = text.removesuffix("; ")
-    elif data.split in ("random", "named"):
+    elif column is None:
         part_B[open_B] = VALID * _random(seed, classes_B[open_B].astype(np.int64), data.valid_fraction)
-        text += f"validation split: rows at random, by train.seed={seed}"
-    elif column is not None:
+        text = f"validation split: rows at random, by train.seed={seed}"
+    else:
         own = column.filter(pl.Series(open_B))
         held_B, text = _latest(data, own, dates) if data.split == "time" else _keys(data, seed, own)
         part_B[open_B] = VALID * held_B
@@ -76,23 +65,6 @@ def split_rows(
     if data.test_path is not None and not (part_B == TEST).any():
         raise UserError(f"data.test_path={data.test_path}: no row has a label; dphybrid predict needs none")
     return RowSplit(part_B, text)
-
-
-def _named(data: TableDataConfig, part_B: Array, column: pl.Series) -> Array:
-    """Return the rows' parts by the words of the split column. part_B: those of the rows' files. Raises
-    UserError for another word, and for a row without one."""
-    where, of_file_B = f"data.split_column={data.split_column}", part_B != TRAIN
-    words = key_texts(column)
-    lower = words.str.strip_chars().str.to_lowercase()
-    parts = lower.replace_strict(_PART_WORDS, default=LEFT_OUT, return_dtype=pl.Int64)
-    found_B = parts.fill_null(LEFT_OUT).to_numpy()
-    if (odd := np.flatnonzero((found_B == LEFT_OUT) & ~of_file_B)).size:
-        shown = "an empty cell" if (word := words[int(odd[0])]) is None else repr(word)
-        known = ", ".join(_PART_WORDS)
-        raise UserError(f"{where}: {shown} names no part ({len(odd):,} such rows); give {known}")
-    if data.test_path is not None and (found_B[~of_file_B] == TEST).any():
-        raise UserError(f"{where} names test rows, and so does data.test_path={data.test_path}; give one")
-    return np.where(of_file_B, part_B, found_B)
 
 
 def _random(seed: int, classes_B: Array, fraction: float) -> Array:
