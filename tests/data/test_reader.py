@@ -349,7 +349,7 @@ REMEDIES = {
     "share": (["63%", "7%"], '.str.replace("%", "", literal=True)'),
     "groups": (["1,234.5", "27,000.1"], '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64'),
     "commas": (["2,6", "3,75"], "--data.decimal ,"),
-    "dates": (["3/14/24", "12/25/23"], '.str.to_datetime("%m/%d/%y"'),
+    "dates": (["3/14/24", "12/25/23"], ".str.to_datetime(FORMAT, strict=False)"),
     "odd": (["1.5"] * 30 + ["unknown"], "--data.missing unknown if that is no value"),
     "bars": (["a|b", "b|c", "c|a|b"], "--data.bags 'bars:|' reads the items between the marks"),
 }

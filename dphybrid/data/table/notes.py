@@ -9,14 +9,12 @@ _LOOKED_AT = 10_000
 _MOSTLY = 0.95
 """Share of the texts that must be numbers, or look like dates, for something to be said."""
 _FEW_OTHERS = 3
-_DAYS = (
-    *("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d", "%d/%m/%y"),
-    *("%m/%d/%y", "%d-%m-%y", "%d.%m.%y", "%Y%m%d", "%d-%b-%y", "%d-%b-%Y", "%b %d, %Y", "%B %d, %Y"),
-    *("%d %b %Y", "%d %B %Y", "%b %d %Y"),
-)
-_CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 _STARTS_LIKE = r"^\W*(?:[A-Z]{2,3}\W)?\d|^[A-Za-z]{3,9} \d"
 """Begins with a digit, perhaps behind a sign or a currency, or with the name of a month."""
+_DATES = (
+    r"^(?:\d{4}[/.-]\d{1,2}[/.-]\d{1,2}|\d{1,2}[/.-](?:\d{1,2}|[A-Za-z]{3})[/.-](?:\d{4}|\d{2})"
+    r"|[A-Za-z]{3,9} \d{1,2},? \d{4}|\d{1,2} [A-Za-z]{3,9} \d{4})(?:[ T,]|$)"
+)
 _DIGITS_ALONE = '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64, strict=False)'
 _GROUPS = r"^[^\d,]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*$"
 
@@ -42,12 +40,9 @@ def remedy(name: str, texts: pl.Series) -> str:
         return f"numbers, but {shown} among them; {flag} if that is no value, else correct it"
     if _share(known.str.contains(_STARTS_LIKE)) < _MOSTLY:
         return ""
-    forms = (f"{day}{clock}" for day in _DAYS for clock in _CLOCKS)
-    few = known.head(100)
-    fits = [form for form in forms if _read(few, form) >= _MOSTLY and _read(known, form) >= _MOSTLY]
-    if fits:
-        other = f", or {fits[1]!r}" if len(fits) > 1 else ""
-        return f'dates such as {known[0]!r}; {column}.str.to_datetime("{fits[0]}", strict=False){other}'
+    if _share(known.str.contains(_DATES)) >= _MOSTLY:
+        line = f"{column}.str.to_datetime(FORMAT, strict=False)"
+        return f"dates such as {known[0]!r}; --data.dateformat FORMAT, or {line}"
     if _share(known.str.contains(_GROUPS)) > 0.5:
         return f"numbers with groups of digits, such as {known[0]!r}; {column}{_DIGITS_ALONE}"
     if _share(known.str.contains(r"^[^\d,]*\d+,\d+\D*$")) > 0.5:
@@ -59,11 +54,6 @@ def remedy(name: str, texts: pl.Series) -> str:
     signs = known.str.replace_all(r"[\d.-]", "").unique()
     one = f'.str.replace("{signs[0]}", "", literal=True).cast(pl.Float64, strict=False)'
     return f"numbers with signs, such as {known[0]!r}; {column}{one if len(signs) == 1 else _DIGITS_ALONE}"
-
-
-def _read(texts: pl.Series, form: str) -> float:
-    times = texts.str.to_datetime(form, strict=False)
-    return _share((times.dt.year() >= 1000).fill_null(False))  # %Y accepts years of two digits
 
 
 def _share(mask: pl.Series) -> float:
