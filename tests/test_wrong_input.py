@@ -115,7 +115,7 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("prepare --data.path headed.csv --data.label y", "has a header and no rows that can be read"),
         ("prepare --data.path constant.csv --data.label y", "needs two different values"),
         ("prepare --data.path single.csv --data.label y", "'1' has 1 of 100 rows"),
-        ("prepare --data.path ok.csv --data.label Y", "'Y': ok.csv has no such column; columns: a, b, y"),
+        ("prepare --data.path ok.csv --data.label Y", "'Y': ok.csv has no such column; known: a, b, y"),
         ("prepare --recipe ctr --data.path ok.csv", "data.label is not set; name the column"),
         (f"prepare {OK} --data.times a", "data.times: column 'a' holds .*, not a date or time"),
         (f"prepare {OK} --data.split time", "split=time needs a column: set data.split_column"),

@@ -149,24 +149,24 @@ def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
 def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: Path) -> None:
     file = write(tmp_path, "x.csv", lines())
     first = ctr(tmp_path, file)
-    again = ctr(tmp_path, file, label=None, schema_file=str(first.path / "schema.toml"))
+    again = ctr(tmp_path, file, schema_file=str(first.path / "schema.toml"))
     assert same(first, again)
     schema = tmp_path / "schema.toml"
     schema.write_text(
-        'label = "y"\n[columns.n]\nscale = "log"\n[columns.word]\nmin_count = 40\n'
+        '[columns.n]\nscale = "log"\n[columns.word]\nmin_count = 40\n'
         "[columns.user_id]\nhash_buckets = 4\nmin_count = 999\n"
         '[columns.day]\nrole = "ignore"\n'
     )
-    prepared = ctr(tmp_path, file, label=None, schema_file=str(schema))
+    prepared = ctr(tmp_path, file, schema_file=str(schema))
     assert {c["name"]: c["num_ids"] for c in prepared.info["columns"]} == {"word": 4, "user_id": 6}
-    flagged = ctr(tmp_path, file, label=None, schema_file=str(schema), ignore=("user_id",))
+    flagged = ctr(tmp_path, file, schema_file=str(schema), ignore=("user_id",))
     assert [c["name"] for c in flagged.info["columns"]] == ["word"]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("label = ", ["cannot be read"]),
+        ("[columns.n", ["cannot be read"]),
         ("[columns.n]\nrole = 'number'", ["columns.n.role = 'number'", "numeric"]),
         ("[columns.n]\nrole = ['numeric']", ["columns.n.role = ['numeric']", "must be"]),
         ("[columns.n]\ntops = 3", ["columns.n.tops = 3"]),

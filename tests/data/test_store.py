@@ -14,10 +14,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import open_prepared, verify_prepared
-from dphybrid.data.store import Content, build_once, prepare_source
-from dphybrid.data.table.source import open_source
+from dphybrid.data.store import Content, build_once
 from dphybrid.util.errors import UserError
 from tests.commands import python
 from tests.preparing import from_file, prepare
@@ -170,11 +168,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
     with refused("changed while it was read"):
         from_file(file, on_progress=grow)
-    assert names(tmp_path / "prepared") == []
-    source = open_source(TableDataConfig(path=str(file), label="y"), 0)  # looks at the first rows
-    file.write_text("n,y\n1,1\n2,0\n3,1\n")
-    with refused("changed while it was read"):
-        prepare_source("ctr", source, tmp_path / "prepared", 0)
     assert names(tmp_path / "prepared") == []
 
 

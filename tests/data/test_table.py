@@ -138,7 +138,7 @@ def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
 def test_a_wrong_column_of_a_file_without_header_says_how_columns_are_named(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("\n".join(f"{i * i},{i % 2}" for i in range(30)))
-    with refused(r"data\.label='clicked'.*first line was read as values \(data\.header=yes.*columns: 0, 1"):
+    with refused(r"data\.label='clicked'.*known: 0, 1; its first line was read as values: data\.header=yes"):
         from_file(file, label="clicked")
 
 

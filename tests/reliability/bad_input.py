@@ -9,8 +9,7 @@ label = "clicked"
 epochs = 2
 lr = 0.01
 """
-SCHEMA = b"""label = "clicked"
-[columns.age]
+SCHEMA = b"""[columns.age]
 role = "numeric"
 [columns.city]
 role = "categorical"

@@ -186,9 +186,9 @@ NESTED = [b"a = " + b"[" * depth + b"]" * depth for depth in (50, 5_000)]
 @pytest.mark.parametrize("name", ["deep.toml", "deep.json"])
 def test_deeply_nested_files(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content.removeprefix(b"a = ") if name.endswith("json") else content)
-    prepared(folder, folder / name, "recipe=ctr", f"data.path={folder}/clicks.csv", "data.label=clicked")
-    clicks = ["recipe=ctr", f"data.path={folder}/clicks.csv", f"data.schema_file={folder / name}"]
-    prepared(folder, None, *clicks)
+    clicks = ["recipe=ctr", f"data.path={folder}/clicks.csv", "data.label=clicked"]
+    prepared(folder, folder / name, *clicks)
+    prepared(folder, None, *clicks, f"data.schema_file={folder / name}")
 
 
 @pytest.mark.slow
@@ -198,9 +198,9 @@ def test_deeply_nested_files(folder: Path, name: str, content: bytes) -> None:
 def test_config_and_schema_files(folder: Path, config: bytes, schema: bytes) -> None:
     (folder / "broken.toml").write_bytes(config)
     (folder / "schema.toml").write_bytes(schema)
-    clicks = f"data.path={folder}/clicks.csv"
-    prepared(folder, folder / "broken.toml", clicks, "data.label=clicked")
-    prepared(folder, None, clicks, "recipe=ctr", f"data.schema_file={folder}/schema.toml")
+    clicks = f"data.path={folder}/clicks.csv", "data.label=clicked"
+    prepared(folder, folder / "broken.toml", *clicks)
+    prepared(folder, None, *clicks, "recipe=ctr", f"data.schema_file={folder}/schema.toml")
 
 
 @pytest.mark.slow

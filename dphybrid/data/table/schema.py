@@ -1,7 +1,6 @@
 """The roles of a table's columns: inferred from the training rows, saved as `schema.toml`, and overridden by
 flags or by an edited schema file."""
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +11,14 @@ from pydantic import Field, ValidationError
 from dphybrid.config import Section
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig, bag_of
 from dphybrid.data.table.kinds import ROLES, Column, Options
-from dphybrid.util.errors import UserError, plain_words
+from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
 
 
 class SchemaFile(Section):
-    """A schema file: the label, and a section for each column."""
+    """A schema file: a section for each column."""
 
-    label: str | None = None
     columns: Mapping[str, Options] = Field(default_factory=dict)
 
 
@@ -41,13 +39,12 @@ def read_schema(path: Path) -> SchemaFile:
         raise UserError(f"data.schema_file={path}: {wrong}") from error
 
 
-def schema_text(label: str, columns: Sequence[Column]) -> str:
+def schema_text(columns: Sequence[Column]) -> str:
     """Return a schema as the text of a TOML file."""
     lines = [
         "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
         f"# role: {', '.join(ROLES)}. Options that are not set are commented out: remove",
         "# the # to set an option.",
-        f"label = {toml_text(label)}",
     ]
     for column in columns:
         lines += ["", f"[columns.{toml_text(column.name)}]", f'role = "{column.role}"']
@@ -61,22 +58,14 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def find_column(names: Sequence[str], name: str, field: str, header: bool, path: object) -> str:
-    """Return the column with a name or at a position. field: the field that gives it, for messages. header:
-    whether the first line named the columns. Raises UserError if there is no such column."""
-    if name in names:
-        return name
-    # A position, unless a column has these digits as its name.
-    if name.isascii() and name.isdigit() and int(name) < len(names):
-        return names[int(name)]
-    listed = ", ".join(names)
+def check_column(names: Sequence[str], name: str, field: str, header: bool, path: object) -> None:
+    """Raise UserError if there is no column of a name. field: the field that gives it, for messages. header:
+    whether the first line named the columns."""
     if not name:
-        raise UserError(f"{field} is not set; name the column to predict, one of: {listed}")
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    if not header:
-        hint += "its first line was read as values (data.header=yes reads it as names); "
-    raise UserError(f"{field}={name!r}: {path} has no such column; {hint}columns: {listed}")
+        raise UserError(f"{field} is not set; name the column to predict, one of: {', '.join(names)}")
+    if name not in names:
+        hint = "" if header else "; its first line was read as values: data.header=yes reads it as names"
+        raise UserError(f"{field}={name!r}: {path} has no such column{suggestion(name, names)}{hint}")
 
 
 def roles_given(
@@ -89,18 +78,17 @@ def roles_given(
     for field, role in ROLE_FIELDS.items():
         for given in getattr(data, field):
             name, separator = (given, "") if field != "bags" or given in names else bag_of(given)
-            if field == "ignore" and name not in names and not (name.isdigit() and int(name) < len(names)):
+            if field == "ignore" and name not in names:
                 continue  # left out already
-            found = find_column(names, name, f"data.{field}", header, data.path)
-            if found in named_by:
+            check_column(names, name, f"data.{field}", header, data.path)
+            if name in named_by:
                 raise UserError(
-                    f"data.{field}={name!r}: this column is already named as {named_by[found]}; name it once"
+                    f"data.{field}={name!r}: this column is already named as {named_by[name]}; name it once"
                 )
-            named_by[found] = role
-            by_flag[found] = {"role": role} | ({"separator": separator} if separator else {})
-    where = "data.schema_file: columns" if data.schema_file else "columns"
-    sections = {
-        find_column(names, name, where, header, data.path): section.model_dump(exclude_unset=True)
-        for name, section in schema.columns.items()
-    }
+            named_by[name] = role
+            by_flag[name] = {"role": role} | ({"separator": separator} if separator else {})
+    sections = dict[str, dict[str, Any]]()
+    for name, section in schema.columns.items():
+        check_column(names, name, "data.schema_file: columns", header, data.path)
+        sections[name] = section.model_dump(exclude_unset=True)
     return {name: {**sections.get(name, {}), **by_flag.get(name, {})} for name in names}

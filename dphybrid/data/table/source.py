@@ -16,13 +16,13 @@ import polars as pl
 
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.store import PARTS, Content, Progress, Source, check_unchanged, file_stamps, reading_files
+from dphybrid.data.store import PARTS, Content, Progress, Source, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import Rows, find_parts, names_of, partitions, read_rows
 from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
-from dphybrid.data.table.schema import SchemaFile, find_column, read_schema, roles_given, schema_text
+from dphybrid.data.table.schema import SchemaFile, check_column, read_schema, roles_given, schema_text
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
 from dphybrid.data.table.values import Form, items_of, type_of
 from dphybrid.util.errors import UserError, counted
@@ -100,38 +100,24 @@ class TableSource(Source):
             "base": self.base.prepared.digest if self.base else None,
         }
 
-    @cached_property
-    def stamps(self) -> list[tuple[int, int]]:
-        """The files' sizes and times when the columns were looked at."""
-        return file_stamps(self.files)
-
-    @property
-    def label_name(self) -> str:
-        """The label as the user gives it, or as the earlier table had it."""
-        return self.data.label or self.schema.label or (self.base.encoder.label.name if self.base else "")
-
     @property
     def named(self) -> list[str]:
         """The columns that the table must have."""
-        names = [name for field, name in self.data.named_columns if field != "ignore"]
-        return [name for name in dict.fromkeys([self.label_name, *names]) if name]
+        return [*dict.fromkeys(name for field, name in self.data.named_columns if field != "ignore")]
 
     def check(self) -> None:
         """Raise UserError if the columns of the first file do not fit the config."""
-        _ = self.stamps
         names = names_of(self.read_files[0], self.data, self.named)
         self._columns(names, header=not all(name.isdigit() for name in names))
 
     def _columns(self, names: list[str], header: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Return the columns of label, weight and split, by field, and the fields of those that are not
         features, by column. Raises UserError if a column is missing, or is named twice."""
-        data, given = self.data, {"label": self.label_name}
-        given |= {"weight": data.weight} if data.weight else {}
-        given |= {"split_column": data.split_column} if data.split_column else {}
-        columns = {
-            field: find_column(names, name, f"data.{field}", header, self.read_files[0])
-            for field, name in given.items()
-        }
+        data, columns = self.data, {"label": self.data.label or ""}
+        columns |= {"weight": data.weight} if data.weight else {}
+        columns |= {"split_column": data.split_column} if data.split_column else {}
+        for field, name in columns.items():
+            check_column(names, name, f"data.{field}", header, self.read_files[0])
         if columns.get("weight") == columns["label"]:
             raise UserError(
                 f"data.weight={data.weight!r}: this column is already the label; name another one"
@@ -144,7 +130,6 @@ class TableSource(Source):
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         data = self.data
-        check_unchanged(self.files, self.stamps)
         every = read_rows(self.files, data, scratch / "rows", self.named, on_progress=progress)
         _check_enough(every, data)
         columns, taken = self._columns(every.names, every.header)
@@ -299,7 +284,7 @@ class TableSource(Source):
 
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
-            write_text(folder / "schema.toml", schema_text(label.name, [one.column for one in fitted]))
+            write_text(folder / "schema.toml", schema_text([one.column for one in fitted]))
 
         return Content(
             arrays | parts,
