@@ -106,13 +106,13 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
     [
         (
             "prepare --data.path document.json --data.label a",
-            "is one JSON value",
+            "'a': document.json has no such column; known: json",
         ),
         (
             "prepare --data.path book.xlsx --data.label a",
             "is an Excel or zip file, which is not supported; save the table",
         ),
-        ("prepare --data.path headed.csv --data.label y", "has a header and no rows that can be read"),
+        ("prepare --data.path headed.csv --data.label y", "has no rows that can be read"),
         ("prepare --data.path constant.csv --data.label y", "needs two different values"),
         ("prepare --data.path single.csv --data.label y", "'1' has 1 of 100 rows"),
         ("prepare --data.path ok.csv --data.label Y", "'Y': ok.csv has no such column; known: a, b, y"),

@@ -123,27 +123,22 @@ def _with_frames(
             f"data: is {type_text(next(iter(framed.values())))}, and recipe {config.recipe} reads no "
             f"tables. Give data as a path, or use recipe={OF_TABLES!r}"
         )
-    from dphybrid.data.table.frames import as_frame, check_frame, save_frame
+    from dphybrid.data.table.frames import as_frame, save_frame
 
     names = {"path": "data", "valid_path": "valid", "test_path": "test"}
     frames = {part: as_frame(table, names[part]) for part, table in framed.items()}
-    schemas = {part: frame.collect_schema().names() for part, frame in frames.items()}
-    ignored = {part: config.data.left_out(names) for part, names in schemas.items()}
     # All frames are checked before any is written.
     for part, frame in frames.items():
-        columns = check_frame(frame, names[part], ignored[part])
+        columns = frame.collect_schema().names()
         for field, column in named:
             if column not in columns and field != "ignore":
                 near = suggestion(column, columns)
                 raise UserError(f"{field}={column!r}: {names[part]} has no such column{near}")
     with naming(settings.data_dir):
         make_folder(settings.data_dir)
-    folder, saved = settings.frames_dir, {}
-    for part, frame in frames.items():
-        saved[part] = str(save_frame(frame, folder, names[part], ignored[part]))
-    # Ignored columns were not written, and a name that no file has would be an error.
-    nothing_ignored = {field: () for field, _ in named if field == "ignore"}
-    return build_config(merge(given_values(config), {"data": saved | nothing_ignored}))
+    folder = settings.frames_dir
+    saved = {part: str(save_frame(frame, folder, names[part])) for part, frame in frames.items()}
+    return build_config(merge(given_values(config), {"data": saved}))
 
 
 def experiment(

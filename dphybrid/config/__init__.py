@@ -7,7 +7,7 @@ sections `table`, `train`, `checkpoint` and `cluster`; each has its own classes 
 (`dphybrid.recipes`). Needs no package but pydantic.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -76,11 +76,6 @@ class DataConfig(Section):
     def named_columns(self) -> list[tuple[str, str]]:
         """The columns that this section names, as pairs of field and column."""
         return []
-
-    def left_out(self, columns: Sequence[str]) -> Sequence[str]:
-        """Return the columns that are not read: all that no field names."""
-        named = {column for _, column in self.named_columns}
-        return [column for column in columns if column not in named]
 
 
 class ModelConfig(Section):

@@ -1,6 +1,6 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -13,7 +13,7 @@ NO_VALUE = (
 )
 """Texts that mean "no value" in every table: those of pandas, and the question mark."""
 
-PACKED = ("", ".gz", ".zst")
+PACKED = ("", ".gz")
 """Endings that packed text files have after their own; the first is that of files that are not packed."""
 COLUMN_FIELDS = ("label", "weight", "split_column")
 """Fields that name a single column."""
@@ -84,7 +84,7 @@ class RowFiles(DelimitedFiles):
     """Decimal mark of numbers; auto: a point, or a comma if the columns are not separated by commas and more
     columns are numbers then."""
     dateformat: str = ""
-    """How dates and times are written, such as %d/%m/%Y or %m/%d/%Y %H:%M. Empty: inferred from the file."""
+    """How dates and times are written, such as %d/%m/%Y or %m/%d/%Y %H:%M. Empty: ISO 8601."""
 
     @property
     def no_value(self) -> tuple[str, ...]:
@@ -92,9 +92,9 @@ class RowFiles(DelimitedFiles):
         return () if self.missing is None else tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
 
 
-READING_FIELDS = tuple(name for name in RowFiles.model_fields if name != "path")
+READING_FIELDS = tuple(n for n in RowFiles.model_fields if n not in ("path", "decimal", "dateformat"))
 """Fields that say how files are written and how many rows may be unreadable. `predict` accepts them too, as
-new files may be written differently."""
+new files may be written differently; numbers and dates in them are written as in training."""
 
 
 class TableDataConfig(RowFiles):
@@ -154,11 +154,6 @@ class TableDataConfig(RowFiles):
             for field in ROLE_FIELDS
             for name in getattr(self, field)
         ]
-
-    def left_out(self, columns: Sequence[str]) -> Sequence[str]:
-        """Return the columns in data.ignore. Unlike other recipes, a table also reads columns that no field
-        names: their roles are inferred."""
-        return self.ignore
 
     @model_validator(mode="after")
     def _split_has_its_column(self) -> Self:

@@ -5,7 +5,6 @@ folder build it only once. The kernel releases it with its process, so that the 
 the partial work of a killed one.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -30,18 +29,15 @@ from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_text, making_once, naming, sync
 from dphybrid.util.pages import Page
 
-PREPARED_VERSION = 23
+PREPARED_VERSION = 24
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
 so that folders prepared before are not used."""
-ENCODER_VERSION = 13
+ENCODER_VERSION = 14
 """Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
 another; checkpoints with an older one are then refused."""
 
 PARTS = {"train": "to train", "valid": "to validate", "test": "to test"}
 """The parts of prepared data, each with what its rows are for."""
-_CHUNK_BYTES = 2**24
-"""Bytes of a file that are digested at a time."""
-
 _REMEDY = "delete the folder and run the preparation again"
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -174,19 +170,6 @@ class Content:
     save: Callable[[Path], None] | None = None
     shapes: _Shapes = field(default_factory=dict)
     blocks: Callable[[], Iterable[Mapping[str, Array]]] = tuple
-
-
-def file_stamps(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return the size and the modification time of each file."""
-    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
-
-
-def check_unchanged(files: Sequence[Path], before: list[tuple[int, int]]) -> None:
-    """Raise UserError for a file that changed since `file_stamps` returned `before`. Otherwise a part of a
-    growing file's rows could be saved under the digest of all of them."""
-    for file, now, then in zip(files, file_stamps(files), before, strict=True):
-        if now != then:
-            raise UserError(f"data.path: {file} changed while it was read; run again when it is complete")
 
 
 class Source(Protocol):
@@ -342,9 +325,7 @@ def _save_blocks(
         # Checksums are computed while writing, so that no array has to be read again.
         for block in blocks:
             for name, (_, dtype) in shapes.items():
-                data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
-                for start in range(0, len(data), _CHUNK_BYTES):
-                    write(name, data[start : start + _CHUNK_BYTES])
+                write(name, np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data)
     found = {}
     for name, (shape, dtype) in shapes.items():
         sync(files[name])
@@ -366,27 +347,13 @@ def reading_files() -> Iterator[None]:
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
-    """Return a digest for each file, in the given order: the sha256 of its chunks' sha256, which threads
-    compute in parallel."""
-
-    def digest(chunk: tuple[Path, int]) -> bytes:
-        with chunk[0].open("rb", buffering=0) as stream:
-            stream.seek(chunk[1])
-            return hashlib.sha256(stream.read(_CHUNK_BYTES)).digest()
-
-    # max(1, ...): an empty file has a chunk, too, and so a digest.
-    chunks = [
-        (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _CHUNK_BYTES)
-    ]
-    totals = {file: hashlib.sha256() for file in files}
+    """Return the sha256 of each file, in the given order; threads compute them."""
     with ThreadPoolExecutor(THREADS) as workers:
-        try:
-            for done, ((file, _), found) in enumerate(zip(chunks, workers.map(digest, chunks), strict=True)):
-                progress("digest files", done, len(chunks))
-                totals[file].update(found)
-        finally:
-            workers.shutdown(cancel_futures=True)  # after an error
-    return [total.digest() for total in totals.values()]
+        found = list[bytes]()
+        for digest in workers.map(file_digest, files):
+            found.append(bytes.fromhex(digest))
+            progress("digest files", len(found), len(files))
+    return found
 
 
 def prepare_source(
@@ -410,16 +377,24 @@ def prepare_source(
     """
     progress = on_progress or _silent
     with reading_files():
-        before = file_stamps(source.files)
+        before = _stamps(source.files)
         digests = source.digests(progress)
         digest = _digest(name, source, seed, digests)
 
     def make(scratch: Path) -> Content:
         content = source.read(progress, scratch)
-        check_unchanged(source.files, before)
+        # Otherwise a part of a growing file's rows could be saved under the digest of all of them.
+        for file, stamp in _stamps(source.files).items():
+            if stamp != before[file]:
+                raise UserError(f"data.path: {file} changed while it was read; run again when it is complete")
         return replace(content, extra={**content.extra, "source_digest": _without_test(source, digests)})
 
     return replace(build_once(folder, name, digest, make), view=view)
+
+
+def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """Return the size and the modification time of each file."""
+    return {file: (stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())}
 
 
 def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:

@@ -30,7 +30,6 @@ from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import (
     Written,
     as_frame,
-    check_frame,
     rows_of,
     table_target,
     write_predictions,
@@ -134,13 +133,12 @@ class Predictor:
                     self.check_columns(row, f"row {number}", "; write None for no value")
         # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.
         wanted = frame.select(by_name(*self.encoder.names))
-        check_frame(wanted, "the rows")
         pieces: Iterable[pl.DataFrame] = [wanted] if isinstance(wanted, pl.DataFrame) else []
         if isinstance(wanted, pl.LazyFrame):
             pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
         # A frame without rows still gets a result of the right type and width: `nothing`.
         scores, unknown = [self.task.nothing], Unknown()
-        scores += [self._scores(piece, self.encoder, unknown, self.no_value) for piece in pieces]
+        scores += [self._scores(piece, unknown, self.no_value) for piece in pieces]
         _warn(unknown.lines(self.encoder.columns))
         return np.concatenate(scores)
 
@@ -163,11 +161,10 @@ class Predictor:
 
     def _predict_path(self, path: str) -> np.ndarray:
         data, unknown, scores = self.reading(path, {}), Unknown(), [self.task.nothing]
-        encoder = self.encoder.written(data)
         with rows_of(path, data, self.encoder.names) as rows:
             self.check_columns(rows.names, path)
-            scores += [self._scores(chunk, encoder, unknown, None) for chunk in rows.chunks()]
-        _warn(unknown.lines(encoder.columns))
+            scores += [self._scores(chunk, unknown, None) for chunk in rows.chunks()]
+        _warn(unknown.lines(self.encoder.columns))
         return np.concatenate(scores)
 
     def predict_file(
@@ -209,12 +206,11 @@ class Predictor:
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= {} if threshold is None else {_CLASS: pl.String}
         data = self.reading(path, values)
-        encoder = self.encoder.written(data)  # once, as passing its vocabularies to polars takes time
         done = Predicted(target)
 
         def predicted(chunk: pl.DataFrame, of_file: pl.Series, lines: pl.Series) -> pl.DataFrame:
             self.check_columns(chunk.columns, path)
-            scores = self._scores(chunk, encoder, done.unknown, None)
+            scores = self._scores(chunk, done.unknown, None)
             found = {"file": of_file, "line": lines, **self.task.table(scores)}
             if threshold is not None:
                 found[_CLASS] = self.task.classes(scores, threshold)
@@ -232,6 +228,8 @@ class Predictor:
     def reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
         """Return the config for reading new files: in the format of the training files, changed by
         `values`."""
+        if fixed := values.keys() & {"decimal", "dateformat"}:
+            raise UserError(f"{min(fixed)}: new files have numbers and dates as in training; write them so")
         named = {*COLUMN_FIELDS, *ROLE_FIELDS}
         kept = self._data.model_dump(
             exclude={"valid_path", "test_path", "split", "schema_file", "base", *named}
@@ -248,10 +246,8 @@ class Predictor:
                 f"{', '.join(map(str, names))}{remedy}"
             )
 
-    def _scores(
-        self, rows: pl.DataFrame, encoder: Encoder, unknown: Unknown, no_value: Collection[str] | None
-    ) -> np.ndarray:
-        arrays = encoder.encode(rows, no_value, unknown)
+    def _scores(self, rows: pl.DataFrame, unknown: Unknown, no_value: Collection[str] | None) -> np.ndarray:
+        arrays = self.encoder.encode(rows, no_value, unknown)
         scores = [self.task.nothing]
         use_num_threads()
         with torch.no_grad():  # not inference_mode: a region would copy inference tensors in each call

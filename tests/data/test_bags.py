@@ -80,24 +80,19 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     rows[2] = ("a", "x", 1)
     schema = tmp_path / "s.toml"
     text = '[columns.tags]\nrole = "bag"\nseparator = ";"\nmax_items = 3\n'
-    schema.write_text(text + "min_count = 2\n")
-    told = {"bags": (), "ignore": ("title",), "delimiter": ","}
+    schema.write_text(text)
+    told = {"bags": (), "ignore": ("title",), "delimiter": ",", "min_count": 2}
     told |= {"schema_file": str(schema), "valid_path": str(held)}
     prepared = made(tmp_path, rows, **told)
     (tags,) = Encoder.load(prepared.path / "encoder").bags
+    assert tags.unseen == 0.5
     assert (tags.learned.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
     assert 'separator = ";"\nmax_items = 3' in (prepared.path / "schema.toml").read_text()
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
     # the third holds a rare item (seen once), the last no value
     assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
-    assert prepared.manifest.facts["unseen"] == {"tags": 0.5}
-    assert "tags: 3 cells hold more than 3 items; only the first 3 are used (max_items" in prepared.describe()
-    schema.write_text(text + "hash_buckets = 4\nmin_count = 100\n")
-    hashed = made(tmp_path, rows, **told)
-    assert hashed.info["num_ids"] == [6]
-    items_N = hashed.arrays["bags_BFL"][hashed.arrays["bags_BFL"] > 0]
-    assert set(items_N.tolist()) <= {2, 3, 4, 5}
+    assert "tags: a cell has 5 items; only the first 3 of each are used (max_items" in prepared.describe()
 
 
 def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
@@ -118,37 +113,6 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     alone = [predictor.predict({"tags": [each], "title": ["Words 1!"]})[0] for each in tags]
     assert alone == pytest.approx(scores.tolist(), abs=1e-6)  # whatever else the batch holds
     assert predictor.predict_file(str(file), quiet / "out.parquet").num_rows == 3000
-
-
-def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
-    config = load_config(None, ["recipe=ctr", "model.dim=4", "model.dropout=0"])
-    info = {"num_ids": [5, 6, 7], "num_dense": 0, "num_bags": 2}
-    model = find_recipe("ctr").new_model(ModelContext(resolve_devices("cpu*2"), info, config.model, 0))
-    weight = model.table.flat.weight
-    model.region.probe = False  # whose extra forward the hook below would see, too
-    seen = []
-    model.region.module.network.register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].detach().clone())
-    )
-    bags = torch.tensor([[[3, 3, 1], [0, -1, -1]], [[2, -1, -1], [4, 5, -1]]])
-    batch = {
-        "ids_BF": torch.tensor([[4], [0]]),
-        "dense_BN": torch.zeros(2, 0),
-        "labels_B": torch.ones(2),
-        "bags_BFL": bags,
-    }
-    model.table_ids(batch)
-    outputs = model(batch)
-    expected = torch.stack(
-        [
-            torch.stack([weight[4], (2 * weight[8] + weight[6]) / 3, weight[11]]),
-            torch.stack([weight[0], weight[7], (weight[15] + weight[16]) / 2]),
-        ]
-    )
-    torch.testing.assert_close(torch.cat(seen), expected)
-    outputs["loss"].sum().backward()
-    ids_U, _ = model.table.flat.row_gradients()
-    assert ids_U.tolist() == [0, 4, 6, 7, 8, 11, 15, 16]  # no row of padding
 
 
 def test_a_grown_model_answers_as_before(quiet: Path) -> None:
@@ -251,7 +215,7 @@ def test_lists_are_read_as_bags_alone(tmp_path: Path, fields: dict[str, object],
 def test_lists_in_a_column_of_single_values_are_refused_later(tmp_path: Path) -> None:
     for name, cells in (("a", ["u", "v"] * 20), ("b", [["u"], ["v"]] * 20)):
         pl.DataFrame({"x": cells, "y": [0, 1] * 20}).write_parquet(tmp_path / f"{name}.parquet")
-    with refused("column 'x' holds lists in some files and other values in others"):
+    with refused("columns of other types: 'x' holds lists in some files only; write one type"):
         from_file(tmp_path, label="y", min_count=1)
     encoder = Encoder.load(from_file(tmp_path / "a.parquet").path / "encoder")
     with refused(r"column 'x' holds List\(String\), but training had single values"):

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from dphybrid.data import batches, open_prepared
-from dphybrid.data.table.encoder import open_base
-from dphybrid.data.table.splits import unseen_rows
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.util.files import read_json
@@ -31,7 +29,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("prepared/*"))
 
 
-@pytest.mark.parametrize("recipe", ["toy", "blocks", "hybrid", "convnet", "text"])
+@pytest.mark.parametrize("recipe", ["toy", "text"])
 def test_the_second_call_reuses_the_first_ones_work(recipe: str, tmp_path: Path) -> None:
     first = prepare(recipe, None, tmp_path, 0)
     second = prepare(recipe, None, tmp_path, 0)
@@ -143,8 +141,6 @@ def test_real_files_are_read(tmp_path: Path) -> None:
     assert adult.info["num_dense"] == 6
     criteo = from_file(tmp_path / "x", path=str(SHARED / "data/criteo/criteo_sample.csv"), label="label")
     assert [c["role"] for c in criteo.manifest.facts["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
-    wiki = prepare("text", TextDataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
-    assert wiki.info["num_words"] > 7000
 
 
 def test_a_schema_file_is_written_once_and_then_read(data_dir: Path, tmp_path: Path) -> None:
@@ -180,7 +176,3 @@ def test_equal_rows_are_counted_when_a_base_is_extended(tmp_path: Path) -> None:
     assert len(extended.arrays["new_rows"]) == 1000
     assert len(extended.arrays["train_rows"]) + len(extended.arrays["valid_rows"]) == 1400
     assert len(extended.arrays["valid_rows"]) == pytest.approx(280, abs=40)
-    earlier, now = (open_base(prepared.path) for prepared in (base, extended))
-    assert unseen_rows(now, earlier).all()
-    # The rows on which the later one was trained include those that the first one held out.
-    assert (~unseen_rows(earlier, now)).sum() <= len(base.arrays["valid_rows"])

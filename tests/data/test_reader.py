@@ -2,7 +2,7 @@
 
 import gzip
 from contextlib import suppress
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +53,15 @@ LATE = 21_000
             for ids in ([2**60, 2**60 + 1], [2**63 + 5], [10**25])
         ),
         ("shop_id", ["007"], ["1", "007"]),
-        ("shop_id", ["8.0"], [1, 8]),
+        ("shop_id", ["8.0"], ["1", "8.0"]),
+        ("at", ["2024-02-03 10:00:00"], [datetime(2024, 2, 3, 10)]),
     ],
 )
-def test_late_numbers_are_neither_rounded_nor_merged(
+def test_late_values_are_neither_rounded_nor_merged(
     name: str, late: list[str], values: list[object], tmp_path: Path
 ) -> None:
-    rows = rows_of(tmp_path, f"{name},b\n" + "1,u\n" * LATE + "".join(f"{each},u\n" for each in late))
+    first = "2024-02-02" if name == "at" else "1"
+    rows = rows_of(tmp_path, f"{name},b\n" + f"{first},u\n" * LATE + "".join(f"{each},u\n" for each in late))
     cells = rows.column(name)[-len(values) :]
     assert (cells.cast(pl.String) if values[0] == "1" else cells).to_list() == values
 
@@ -72,11 +74,6 @@ def test_late_texts_make_a_column_of_texts_only_if_they_are_many(tmp_path: Path)
     many = rows_of(tmp_path, "a,b\n" + "1,u\n" * LATE + "007,u\nx,u\n" * 40)
     assert many.column("a").dtype == pl.String
     assert many.column("a")[-2:].to_list() == ["007", "x"]
-
-
-def test_years_of_two_digits_and_small_numbers_are_no_times(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "when,n\n" + "15-01-22,1 2 3\n" * 30)
-    assert [*rows.frame.collect_schema().values()] == [pl.String, pl.String]
 
 
 def test_an_empty_name_above_an_index_keeps_the_header(tmp_path: Path) -> None:
@@ -107,7 +104,7 @@ def test_decimal_commas_are_taken_where_the_comma_separates_nothing(tmp_path: Pa
     rows = rows_of(tmp_path, "w;n\n" + "a;1,5\nb;2,7\n" * 20)
     assert rows.column("n").head(2).to_list() == [1.5, 2.7]
     assert "decimals are written with a comma" in rows.notes[-1]
-    assert rows.forms["n"].comma
+    assert rows.form.comma
 
 
 def test_quotes_may_appear_late(tmp_path: Path) -> None:
@@ -134,8 +131,7 @@ def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> No
             "not a complete gzip file",
         ),
         ("x.jsonl", b'{"a": 1}\n{"a": }\n', "cannot be read as JSON lines"),
-        ("x.jsonl", b'{"a": "\xe9"}\n', "or its first line is not JSON in UTF-8; write JSON lines"),
-        ("x.jsonl", b'{"a": 1, "A": 2}\n', "'a' and 'A' differ only in case; rename one"),
+        ("x.jsonl", b'{"a": "\xe9"}\n', "cannot be read as JSON lines: .*invalid UTF-8"),
         ("x.parquet", b"PAR1 and no table", "cannot be read as Parquet"),
         ("x.csv", b"PK\x03\x04", "an Excel or zip file"),
         ("x.csv", b"BZh91AY&SY", "packed with bzip2"),
@@ -290,47 +286,30 @@ def test_floats_that_have_merged_ids_are_refused_as_ids(tmp_path: Path) -> None:
         from_file(tmp_path / "x.parquet", categorical=("h",))
 
 
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        (lambda v: f"{v:05d}", lambda v: str(v)),
-        (lambda v: str(v * 7919 + 2**63), lambda v: str(v * 7919 - 2**63)),
-    ],
-)
-def test_columns_of_unknown_values_are_said(good: object, bad: object, tmp_path: Path) -> None:
-    values = np.random.default_rng(0).integers(1, 60, 2000).tolist()
-    text = "k,y\n" + "".join(f"{good(v)},{v % 2}\n" for v in values)  # type: ignore[operator]
-    encoder = Encoder.load(from_file_of(tmp_path, text, categorical=("k",)).path / "encoder")
-    data = TableDataConfig()
-    for write, said in ((good, 0), (bad, 1)):
-        unknown = Unknown()
-        cells = pl.Series("k", [write(v) for v in values])  # type: ignore[operator]
-        encoder.encode(pl.DataFrame([cells]), data.no_value, unknown)
-        lines = unknown.lines(encoder.columns)
-        assert len(lines) == said
-    assert (
-        "Column 'k': 2,000 of 2,000 values are unknown to the model; of the validation rows, 0.0% were"
-        in lines[0]
-    )
-
-
-def test_items_and_numbers_that_are_unknown_are_said(tmp_path: Path) -> None:
-    body = "tags,n,y\n" + "".join(f"{100 + i % 9}|{160 + i % 7},{i % 5 / 4},{i % 2}\n" for i in range(400))
+def test_columns_of_unknown_values_are_said(tmp_path: Path) -> None:
+    """Zeros lost, another sign, blanks instead of bars, and a currency."""
+    span, zeros = range(2000), [f"{i % 60:05d}" for i in range(2000)]
+    rows = [(zeros[i], str(i % 60 + 2**63), f"{i % 9}|{i % 7}", f"{i % 5 / 4}") for i in span]
+    names = ("zeros", "hash", "tags", "n")
+    old = pl.DataFrame(rows, names, orient="row")
+    body = old.with_columns(y=pl.Series([0, 1] * 1000)).write_csv()
     encoder = Encoder.load(from_file_of(tmp_path, body, bags=("tags:|",)).path / "encoder")
-    unknown = Unknown()
-    new = pl.DataFrame({"tags": ["100 160"] * 30, "n": ["$1"] * 30})
-    encoder.encode(new, (), unknown)
-    lines = unknown.lines(encoder.columns)[::-1]
-    assert lines[1] == "Column 'n': 30 values of 30 are no numbers and count as missing"
-    assert lines[0].startswith("Column 'tags': 30 of 30 values are unknown to the model")
+    new = [(str(i % 60), str(i % 60 - 2**63), f"{i % 9} {i % 7}", "$1") for i in span]
+    for frame, said in ((old, 0), (pl.DataFrame(new, names, orient="row"), 4)):
+        unknown = Unknown()
+        encoder.encode(frame, (), unknown)
+        lines = sorted(unknown.lines(encoder.columns))
+        assert len(lines) == said
+    assert lines[1] == "Column 'n': 2,000 values of 2,000 are no numbers and count as missing"
+    for line in (lines[0], *lines[2:]):
+        assert "2,000 of 2,000 values are unknown to the model; of the validation rows, 0.0% were" in line
 
 
 def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path) -> None:
     body = "country,y\n" + "".join(f"{('NA', 'DE', 'FR')[i % 3]},{i % 2}\n" for i in range(300))
     prepared = from_file_of(tmp_path, body)
     assert (
-        "country: 100 cells such as NA are read as missing; --data.missing '' keeps them"
-        in prepared.describe()
+        "NA are read as missing, of the first rows 100 of country; --data.missing ''" in prepared.describe()
     )
     assert "NA" in known_of(from_file_of(tmp_path, body, missing=None), "country")
     assert TableDataConfig(missing="-200,-9999").no_value[-2:] == ("-200", "-9999")
@@ -345,8 +324,8 @@ def test_numbers_that_mean_no_value_in_any_notation(tmp_path: Path) -> None:
 
 
 REMEDIES = {
-    "sign": (["$5.10", "$7.25"], '.str.replace("$", "", literal=True).cast(pl.Float64, strict=False)'),
-    "share": (["63%", "7%"], '.str.replace("%", "", literal=True)'),
+    "sign": (["$5.10", "$7.25"], '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64'),
+    "share": (["63%", "7%"], '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64'),
     "groups": (["1,234.5", "27,000.1"], '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64'),
     "commas": (["2,6", "3,75"], "--data.decimal ,"),
     "dates": (["3/14/24", "12/25/23"], ".str.to_datetime(FORMAT, strict=False)"),
@@ -385,19 +364,20 @@ def test_a_sign_of_two_colons_inside_cells_splits_nothing(tmp_path: Path) -> Non
     assert rows_of(tmp_path, "a::b::c\n" + "1::2::3\n" * 30, delimiter="::").names == ["a", "b", "c"]
 
 
-def test_the_order_of_dates_is_said_or_asked(tmp_path: Path) -> None:
+def test_dates_whose_order_may_be_another_are_texts_until_their_format_is_given(tmp_path: Path) -> None:
     body = "at,y\n" + "".join(f"{1 + i % 9:02d}/{1 + i % 11:02d}/2024,{i % 2}\n" for i in range(240))
     prepared = from_file_of(tmp_path, body)
-    assert (
-        "check at, time: dates are read as %d/%m/%Y; --data.dateformat says otherwise" in prepared.describe()
-    )
+    assert roles_of(prepared) == {"at": "categorical"}
+    assert "dates such as '02/02/2024'; --data.dateformat FORMAT" in prepared.describe()
     given = {"split": "time", "split_column": "at"}
-    with refused("data.split_column=at: its dates can be read in two ways; set data.dateformat"):
+    with refused(
+        "was not read as a number, date or time, so rows cannot be ordered by it; set data.dateformat"
+    ):
         from_file_of(tmp_path, body, **given)
-    from_file_of(tmp_path, body, dateformat="%m/%d/%Y", **given)
+    assert roles_of(from_file_of(tmp_path, body, dateformat="%m/%d/%Y", **given)) == {"at": "time"}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.sampled_from(list("ab01.,;\t\"' \n\r|\\é")), max_size=120), st.sampled_from([0.001, 1.0]))
 def test_any_text_is_read_or_refused_with_a_sentence(tmp_path: Path, text: str, most: float) -> None:
     file = tmp_path / "x.csv"

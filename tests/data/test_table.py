@@ -62,7 +62,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("offset", [0, 10**9, -70])
+@pytest.mark.parametrize("offset", [0, -70])
 @pytest.mark.parametrize(("name", "values", "role"), WHOLE)
 def test_roles_of_whole_numbers(name: str, values: int, role: str, offset: int) -> None:
     numbers = np.random.default_rng(1).integers(0, values, 3000) * 7 + offset
@@ -120,7 +120,7 @@ def test_a_class_that_one_part_lacks_is_told_when_the_data_is_prepared(
     tmp_path: Path, values: dict[str, object]
 ) -> None:
     columns: dict[str, list[object]] = {"n": [i * i for i in range(40)], "y": ["yes"] + ["no"] * 39}
-    with refused(r"data\.label=y: all 10 validation rows are 'no'; 'yes' has 1 of 40 rows"):
+    with refused(r"data\.label=y: all 10 rows to validate are 'no'; 'yes' has 1 of 40 rows"):
         table(tmp_path, columns, **values)
 
 
@@ -155,7 +155,6 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         "cost": [Decimal("1.50"), Decimal("2")] * 20,
         "big": [2**60, 2**60 + 1] * 20,
         "flag": [True, False] * 20,
-        "took": [timedelta(minutes=1), timedelta(seconds=90.5)] * 20,
         "none": [None] * 40,
     }
     prepared = parquet(tmp_path, columns)
@@ -163,15 +162,13 @@ def test_parquet_types_become_text_as_a_file_would_hold_them(tmp_path: Path) -> 
         role: [column["name"] for column in prepared.manifest.facts["columns"] if column["role"] == role]
         for role in ("numeric", "categorical", "time", "ignore")
     }
-    assert list(roles.values()) == [["real", "cost", "took"], ["word", "big", "flag"], ["day"], ["none"]]
+    assert list(roles.values()) == [["real", "cost"], ["word", "big", "flag"], ["day"], ["none"]]
     assert prepared.arrays["dense_BN"][:4, 1].tolist() == [0, 1, 1, 0]
     (word,) = [c for c in Encoder.load(prepared.path / "encoder").columns if c.name == "word"]
     assert sorted(word.learned) == ["a", "b", "c"]
-    (took,) = [column for column in prepared.manifest.facts["columns"] if column["name"] == "took"]
-    assert took["role"] == "numeric"  # seconds
 
 
-@pytest.mark.parametrize("odd", [[1.5, 2.5], [[1], [2]], {"a": 1}, b"\xff"])
+@pytest.mark.parametrize("odd", [[1.5, 2.5], [[1], [2]], {"a": 1}, b"\xff", timedelta(1)])
 def test_parquet_columns_of_other_things_are_left_out_and_said(tmp_path: Path, odd: object) -> None:
     columns: dict[str, list[object]] = {"odd": [odd] * 40, "n": [i * i for i in range(40)]}
     prepared = parquet(tmp_path, columns)
@@ -204,29 +201,16 @@ def test_statistics_do_not_look_at_held_out_rows(tmp_path: Path) -> None:
     assert other.arrays["train_rows"].tolist() == one.arrays["train_rows"].tolist() == list(range(50))
 
 
-def test_categories_by_count_and_hash() -> None:
+def test_categories_by_count() -> None:
     train = pl.Series(["a", "b", "b", "c", None, "d", "d", "d"])
 
-    def ids(texts: list[str | None], least: int = 1, **options: int) -> list[int]:
-        column = Column(name="c", role="categorical", min_count=least, **options).fitted(
-            train, TableDataConfig()
-        )
-        found = encoded([column], [pl.Series(texts, dtype=pl.String)])[0].ids
-        assert max(found) < column.num_ids
-        return found.tolist()
+    def ids(texts: list[str | None], least: int) -> list[int]:
+        column = Column(name="c", role="categorical").fitted(train, TableDataConfig(min_count=least))
+        return encoded([column], [pl.Series(texts, dtype=pl.String)])[0].ids.tolist()
 
     texts = ["d", "b", "a", "c", None]
-    assert ids(texts) == [2, 3, 4, 5, 0]  # by count, then by name
-    assert ids(texts, least=2) == [2, 3, 1, 1, 0]
-    hashed = ids(texts, least=3, hash_buckets=4)
-    assert hashed[0] == 2
-    assert all(3 <= number < 7 for number in hashed[1:4])
-    assert hashed[4] == 0
-
-
-def test_a_column_without_a_scale_passes_its_numbers() -> None:
-    scale = fit_scale(np.array([0.0, 500.0, -900.0]), "none")
-    assert scale.standardized(np.array([250.0, -900.0, np.nan])).tolist() == [250, -900, 0]
+    assert ids(texts, 1) == [2, 3, 4, 5, 0]  # by count, then by name
+    assert ids(texts, 2) == [2, 3, 1, 1, 0]
 
 
 def test_numbers_of_any_size_come_out_finite() -> None:
@@ -237,37 +221,9 @@ def test_numbers_of_any_size_come_out_finite() -> None:
         assert np.abs(out).max() <= 100
 
 
-ROWS = 3000
-
-
-def _split(folder: Path, labels: np.ndarray, numbers: np.ndarray) -> Prepared:
-    """A table whose validation rows are the last quarter."""
-    folder.mkdir()
-    rows = {"a": numbers * 7, "b": np.char.add("s", (numbers % 30).astype(str)), "y": labels}
-    table, first = pl.DataFrame(rows), len(labels) * 3 // 4
-    table[:first].write_csv(folder / "x.csv")
-    table[first:].write_csv(folder / "held.csv")
-    return from_file(folder / "x.csv", valid_path=str(folder / "held.csv"))
-
-
-def test_other_labels_of_held_out_rows_change_nothing(tmp_path: Path) -> None:
-    """Each value's label is that of the value in one table, drawn at random in the other."""
-    random = np.random.default_rng(2)
-    numbers = random.integers(0, 200, ROWS)
-    effect = random.normal(size=200).round(3)
-    y, z = (np.where(of[numbers] > 0, "yes", "no") for of in (effect, random.permutation(effect)))
-    z[: -ROWS // 4] = y[: -ROWS // 4]
-    assert (y != z).any()
-    one, two = (_split(tmp_path / name, labels, numbers) for name, labels in (("y", y), ("z", z)))
-    for file in ("schema.toml", "encoder/encoder.json", "encoder/vocabularies.parquet"):
-        assert (one.path / file).read_bytes() == (two.path / file).read_bytes()
-    for name in ("ids_BF", "dense_BN", "train_rows", "valid_rows"):
-        assert (one.arrays[name] == two.arrays[name]).all(), name
-
-
 def test_a_whole_number_has_a_row_and_its_number(tmp_path: Path) -> None:
-    numbers = np.arange(ROWS) * 7 % 300
-    rows = {"a": numbers.tolist(), "b": [f"b{i}" for i in range(ROWS)], "y": (numbers % 2).tolist()}
+    numbers = np.arange(3000) * 7 % 300
+    rows = {"a": numbers.tolist(), "b": [f"b{i}" for i in range(3000)], "y": (numbers % 2).tolist()}
     prepared = table_of(tmp_path, rows)
     encoder = Encoder.load(prepared.path / "encoder")
     texts = pl.Series(["7", "7.0", " 7 ", "+7", "299", "1000", None], dtype=pl.String)
@@ -284,5 +240,3 @@ def test_a_whole_number_has_a_row_and_its_number(tmp_path: Path) -> None:
     grown = Encoder.load(table_of(tmp_path, more, base=str(prepared.path)).path / "encoder")
     assert grown.columns[0].learned.to_list() == [*encoder.columns[0].learned.to_list(), "-5"]
     assert old_rows(encoder, grown).tolist()[:303] == [*range(302), 1]
-    assert grown.covers(encoder)
-    assert not encoder.covers(grown)

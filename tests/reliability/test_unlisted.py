@@ -57,7 +57,7 @@ def test_a_file_beside_the_encoder_of_prepared_data_is_refused(data_dir: Path) -
         trained("again")
 
 
-def test_a_damaged_frame_is_told_and_written_again_when_it_is_at_hand(data_dir: Path) -> None:
+def test_a_damaged_frame_is_told_and_written_again_without_its_folder(data_dir: Path) -> None:
     first = trained("first")
     (file,) = data_dir.glob("frames/*/*.parquet")
     whole, stamp = file.read_bytes(), file.stat()
@@ -71,6 +71,7 @@ def test_a_damaged_frame_is_told_and_written_again_when_it_is_at_hand(data_dir: 
             run_with(*values)
         with refused("this saved frame is damaged"):
             dphybrid.load("first").predict(file.parent)
+    shutil.rmtree(file.parent)
     again = trained("second")
     assert file.read_bytes() == whole
     assert again.metrics == first.metrics

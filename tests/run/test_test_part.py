@@ -83,7 +83,7 @@ def test_statistics_and_vocabularies_do_not_see_the_test_files(tmp_path: Path) -
     with refused("test.csv: no row has a label; dphybrid predict needs none"):
         from_file(tmp_path / "x.csv", test_path=str(tmp_path / "test.csv"))
     (tmp_path / "test.csv").write_text("n,c,y\n900,a,1\n901,b,1\n")
-    with refused("all 2 test rows are '1'"):
+    with refused("all 2 rows to test are '1'"):
         from_file(tmp_path / "x.csv", test_path=str(tmp_path / "test.csv"))
     with refused("is also among the files of data.path"):
         from_file(tmp_path / "x.csv", test_path=str(tmp_path / "x.csv"))

@@ -167,7 +167,7 @@ ODD: dict[str, Callable[[int], Any]] = {
 def test_other_things_are_refused_by_name(odd: str, num_rows: int, trained: Any) -> None:
     run, rows, _ = trained
     frame = _pandas(rows[:num_rows]).assign(shop=ODD[odd](num_rows))
-    with refused("the rows: column 'shop' holds "):
+    with refused("column 'shop' holds "):
         run.predict(frame)
 
 

@@ -146,9 +146,9 @@ def test_the_rows_to_predict_are_not_overwritten(predictor: Predictor, tmp_path:
 def test_cells_that_no_table_can_have_are_told(predictor: Predictor) -> None:
     odd = [[1.5]], [b"\xff"], [object()], np.ones((1, 2)), [{"a": 1}]
     for cells in odd:
-        with refused("the rows: column 'age' holds "):
+        with refused("column 'age' holds "):
             predictor.predict({"age": cells, "city": ["a"], "user_id": ["u1"]})
-    with refused("the rows: cannot be read as a table: .*surrogates"):
+    with refused("the rows: .*surrogates"):
         predictor.predict({"age": [1], "city": ["\ud800"], "user_id": ["u1"]})
 
 
@@ -278,22 +278,10 @@ def test_predictions_with_columns_of_the_input_and_a_class(trained: tuple[Report
     assert not (folder / "no.csv").exists()
 
 
-def test_new_files_in_another_notation_of_numbers(trained: tuple[Report, Path]) -> None:
+def test_the_notation_of_numbers_is_that_of_training(trained: tuple[Report, Path]) -> None:
     report, folder = trained
-    lines = (folder / "held.csv").read_text().splitlines()
-    half = [lines[0], *(line.replace(",", ".50,", 1) for line in lines[1:])]
-    (folder / "half.csv").write_text("\n".join(half))
-    (folder / "swapped.csv").write_text("\n".join(half).replace(",", ";").replace(".", ","))
-    predictor = Predictor(report.best_checkpoint)
-    one = predictor.predict_file(folder / "half.csv", folder / "half.parquet")
-    other = predictor.predict_file(folder / "swapped.csv", folder / "swapped.parquet", decimal=",")
-    # numbers that are no text have no notation
-    pl.read_csv(folder / "half.csv").write_parquet(folder / "typed_in.parquet")
-    typed = predictor.predict_file(folder / "typed_in.parquet", folder / "typed.parquet", decimal=",")
-    assert [done.unknown.counts["age"][1] for done in (one, other, typed)] == [0] * 3
-    names = ("half", "swapped", "typed")
-    first, *rest = (pl.read_parquet(folder / f"{name}.parquet")["probability"] for name in names)
-    assert all(each.equals(first) for each in rest)
+    with refused("decimal: new files have numbers and dates as in training"):
+        Predictor(report.best_checkpoint).predict_file(folder / "held.csv", folder / "no.csv", decimal=",")
 
 
 def test_what_a_killed_process_left_of_printed_predictions_is_removed_by_the_next_one(

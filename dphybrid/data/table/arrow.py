@@ -1,19 +1,18 @@
-"""What the metadata of Parquet and Arrow files say that polars drops: columns that are dictionaries, and the
-index of a frame that pandas wrote. Both are a page of Arrow's schema, which is a flatbuffer."""
+"""What the metadata of Parquet and Arrow files say that polars drops: columns that are dictionaries. It is a
+page of Arrow's schema, which is a flatbuffer."""
 
 import base64
-import json
 import struct
+from collections.abc import Mapping
 from os import SEEK_END
 from pathlib import Path
 
 import polars as pl
 
-_FIELDS, _METADATA = 1, 2
-"""Slots of Arrow's table Schema."""
+_FIELDS = 1
+"""Slot of Arrow's table Schema."""
 _NAME, _DICTIONARY = 0, 4
 """Slots of Arrow's table Field."""
-_KEY, _VALUE = 0, 1
 
 
 class _Table:
@@ -45,32 +44,25 @@ class _Table:
         return [_Table(self.buffer, each + self._number("<I", each)) for each in places]
 
 
-def facts_of(file: Path, kind: str) -> tuple[list[str], list[str]]:
-    """Return the columns that are dictionaries, and those that are the index of a pandas frame. kind:
-    parquet, arrow or arrow stream. Both are empty for files of other writers."""
+def dictionaries_of(file: Path, kind: str) -> list[str]:
+    """Return the columns that are dictionaries. kind: parquet or arrow. None for files of other writers."""
     try:
-        schema = _schema(file, kind)
-        declared = [field.text(_NAME) for field in schema.tables(_FIELDS) if field.place(_DICTIONARY)]
-        pages = {each.text(_KEY): each.text(_VALUE) for each in schema.tables(_METADATA)}
-        page = json.loads(pages.get("pandas", "{}"))
-        return declared, [name for name in page.get("index_columns", ()) if isinstance(name, str)]
-    except (LookupError, ValueError, AttributeError, struct.error):  # none, or metadata of another form
-        return [], []
+        pages = pl.read_parquet_metadata(file) if kind == "parquet" else {}
+        fields = _schema(file, pages).tables(_FIELDS)
+        return [field.text(_NAME) for field in fields if field.place(_DICTIONARY)]
+    except (LookupError, ValueError, struct.error):  # none, or metadata of another form
+        return []
 
 
-def _schema(file: Path, kind: str) -> _Table:
-    """Return the schema: that of a footer, or of a Message that follows a mark and its length."""
-    if kind == "parquet":
-        page = base64.b64decode(pl.read_parquet_metadata(file)["ARROW:schema"])
-        page = page.removeprefix(b"\xff\xff\xff\xff")[4:]
+def _schema(file: Path, pages: Mapping[str, str]) -> _Table:
+    """Return the schema: of a Parquet file that of a Message in its metadata, else that of the footer."""
+    if pages:
+        page = base64.b64decode(pages["ARROW:schema"]).removeprefix(b"\xff\xff\xff\xff")[4:]
     else:
         with file.open("rb") as stream:
-            if kind == "arrow stream":
-                page = stream.read(int.from_bytes(stream.read(8)[4:], "little"))
-            else:
-                stream.seek(-10, SEEK_END)
-                size = int.from_bytes(stream.read(4), "little")
-                stream.seek(-10 - size, SEEK_END)
-                page = stream.read(size)
+            stream.seek(-10, SEEK_END)
+            size = int.from_bytes(stream.read(4), "little")
+            stream.seek(-10 - size, SEEK_END)
+            page = stream.read(size)
     root = _Table(page, struct.unpack_from("<I", page)[0])
-    return _Table(page, root.place(1 if kind == "arrow" else 2))
+    return _Table(page, root.place(2 if pages else 1))

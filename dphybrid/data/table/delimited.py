@@ -1,12 +1,10 @@
-"""Delimited text and JSON lines as typed files, read by DuckDB. It infers how a file is written and
-the types of its columns from the first rows; all rows confirm them, or the column is read again as text."""
+"""Delimited text and JSON lines as typed files, read by DuckDB. It infers how a table is written and the
+types of its columns from the first rows of its first file; all rows confirm them, or a column is read again
+as text."""
 
 import errno
-import gzip
-import json
 import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,37 +17,28 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import polars as pl
-from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import writing
-from dphybrid.data.table.values import EXACT, NAMES_AN_ID, Form
+from dphybrid.data.table.values import EXACT, NAMES_AN_ID
 from dphybrid.util.errors import UserError
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 _SNIFFED = 20_480
 """Rows from which DuckDB infers how a file is written."""
 _ROW_GROUP = 2**17
 _SMALL = 2**26
 """With fewer bytes, the rows of a file are in memory at once."""
-_HEAD = 2**20
-"""Bytes that are looked at for the encoding and for quotes."""
 _SHOWN = 500
 """How many characters of a rejected row are kept."""
-_TYPES = ("BIGINT", "DOUBLE", "DATE", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE")
+_TYPES = ("BIGINT", "DOUBLE", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE")
 """Types that are taken from DuckDB. Other ones are text: it reads yes and no as flags, and writes integers
-beyond 64 bits as fractions."""
-_READ_AS = {"BIGINT": "DOUBLE", "DIGITS": "VARCHAR"}
-"""As whole numbers, DuckDB would read 8.5 as 9. DIGITS: whole numbers that may be ids, as 007 is not 7."""
-_WIDER = {("BIGINT", "DOUBLE"): "DOUBLE", ("DATE", "TIMESTAMP"): "TIMESTAMP", ("DIGITS", "DOUBLE"): "DIGITS"}
-"""The type that holds the values of two others; any other pair is text."""
+beyond 64 bits as fractions. Dates are times: in a column of dates, it would drop later hours in silence."""
+_READ_AS = {"BIGINT": "DOUBLE", "ID": "VARCHAR"}
+"""As whole numbers, DuckDB would read 8.5 as 9. ID: whole numbers if all their texts are those of whole
+numbers, as 007 is not 7."""
 _REMEDY = "set data.encoding, data.delimiter, data.quote or data.header, or save it as CSV or Parquet"
-_PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_JSON_REMEDY = "write one object a line, or save the table as CSV or Parquet"
 
 
 class Rejected(TypedDict):
@@ -63,18 +52,12 @@ class Rejected(TypedDict):
 
 @dataclass
 class Part:
-    """The rows of a file. first: the line of its first row. notes: how it is written, where that is unusual.
-    forms: how texts of columns are written. header: whether the first line names the columns. index: columns
-    that only number or name the rows."""
+    """The rows of a file. first: the line of its first row."""
 
     file: Path
     frame: pl.LazyFrame
     first: int = 1
     rejected: list[Rejected] = field(default_factory=list)
-    notes: Sequence[str] = ()
-    forms: dict[str, Form] = field(default_factory=dict)
-    header: bool = True
-    index: Sequence[str] = ()
 
     @cached_property
     def size(self) -> int:
@@ -90,55 +73,60 @@ class Part:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a file is written. options: of DuckDB's read_csv. names, types: of its columns."""
+    """How a table's files are written; by default as files that say so themselves.
 
-    options: Mapping[str, Any]
-    names: tuple[str, ...]
-    types: tuple[str, ...]
-    notes: tuple[str, ...]
+    Attributes:
+        options: Of DuckDB's read_csv.
+        types: Of the columns, by name.
+        notes: What is unusual.
+        header: Whether the first line names the columns.
+        comma: Whether decimals are written with a comma.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    header: bool = True
+    comma: bool = False
 
 
 def read_csv(
     files: Sequence[Path], targets: Sequence[Path], data: RowFiles, named: Sequence[str], as_text: bool
-) -> list[Part]:
-    """Read delimited files of one table into typed files. named: columns that the table must have, by which
-    a header is known. as_text: cells are not typed, as an encoder types those of new files. Raises
-    UserError."""
-    dialects = [dialect_of(file, data, named, as_text) for file in files]
-    types = _joined(dialects)
+) -> tuple[list[Part], Dialect]:
+    """Read delimited files of one table into typed files, all as the first one is written. named: columns
+    that the table must have, by which a header is known. as_text: cells are not typed, as an encoder types
+    those of new files. Raises UserError."""
+    dialect = dialect_of(files[0], data, named, as_text)
+    columns = [[*dialect.types], *(_columns_of(file, dialect, named) for file in files[1:])]
+    types = dict.fromkeys(chain.from_iterable(columns), "VARCHAR") | dialect.types
     while True:
         parts, misfits = list[Part](), Counter[str]()
-        for file, target, dialect in zip(files, targets, dialects, strict=True):
-            parts.append(_typed(file, target, dialect, types, misfits))
+        for file, target, names in zip(files, targets, columns, strict=True):
+            own = {name: types[name] for name in names}
+            parts.append(_typed(file, target, dialect.options, own, misfits))
         # The first rows gave the types. They hold if nearly all other cells fit, too.
         most = data.max_rejected * sum(part.size + len(part.rejected) for part in parts)
         wrong = {name for name, cells in misfits.items() if cells > most}
-        wrong |= {name for part in parts for name in _doubtful(part.frame, types)}
         if not wrong:
-            break
-        types |= {name: "DIGITS" if types[name] == "BIGINT" else "VARCHAR" for name in wrong}
-    _database.cache_clear()  # its threads and 30 MB
-    for part in parts:
-        names = [name for name in part.frame.collect_schema() if types[name] == "DIGITS"]
-        numbers = {name: dtype for name in names if (dtype := _type_of_digits(part.frame, name))}
-        part.frame = part.frame.with_columns(by_name(name).cast(dtype) for name, dtype in numbers.items())
-    return parts
+            _database.cache_clear()  # its threads and 30 MB
+            return parts, dialect
+        types |= {name: "ID" if types[name] == "BIGINT" else "VARCHAR" for name in wrong}
 
 
 def dialect_of(file: Path, data: RowFiles, named: Sequence[str], as_text: bool = False) -> Dialect:
     """Return how a file is written, and the types of its columns, by the first rows. Raises UserError."""
     stat = file.stat()
+    if not stat.st_size:
+        raise UserError(f"data.path={file}: is empty; give a file with rows")
     with _reading(file, "", _REMEDY):
         return _sniff(file, (stat.st_size, stat.st_mtime_ns), data, tuple(named), as_text)
 
 
-@lru_cache(maxsize=64)  # Commands check their data before they import torch, and soon prepare it.
+@lru_cache(maxsize=8)  # Commands check their data before they import torch, and soon prepare it.
 def _sniff(
     file: Path, _stamp: tuple[int, int], data: RowFiles, named: tuple[str, ...], as_text: bool
 ) -> Dialect:
-    head, database = head_of(file), _database().cursor()
-    if not head.strip(b"\xef\xbb\xbf \t\r\n"):
-        raise UserError(f"data.path={file}: is empty; give a file with rows")
+    database = _database().cursor()
     flags = {
         "delim": data.delimiter,
         "quote": "" if data.quote == "none" else data.quote,
@@ -147,8 +135,7 @@ def _sniff(
         "timestampformat": data.dateformat or "auto",
     }
     fixed = {
-        "compression": _packing_of(file),
-        "encoding": _encoding_of(head, data.encoding),
+        "encoding": encoding_of(file, data.encoding),
         "hive_partitioning": False,
         "decimal_separator": data.decimal.replace("auto", "."),
         # Cells may have a blank before them.
@@ -156,28 +143,41 @@ def _sniff(
         **{name: value for name, value in flags.items() if value != "auto"},
     }
     options, types = _sniffed(database, file, fixed)
-    rows = _texts(database, file, options, len(types), 1 if as_text else _SNIFFED)
-    first = [(text or "").strip().removeprefix("\ufeff") for text in rows.row(0)] if len(rows) else []
+    rows = _texts(database, file, options, len(types), _SNIFFED)
+    first = _cells(file, rows)
     header = options["header"] if data.header != "auto" else _is_header(first, options, named, as_text)
     if header != options["header"]:
         options, types = _sniffed(database, file, fixed | {"header": header})
-    if data.quote == "auto" and not options["quote"] and b'"' not in head:
-        options |= {"quote": '"', "escape": '"'}  # of which the first rows have none
+    quotes = (cells.str.contains('"', literal=True).any() for cells in rows)
+    if data.quote == "auto" and not options["quote"] and not any(quotes):
+        options |= {"quote": '"', "escape": '"'}  # which later rows may have
     # With another separator than the comma, decimals may have one: if more columns are numbers then.
     if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
         with_commas = _sniffed(database, file, options | {"decimal_separator": ","})
         if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
             options, types = options | {"decimal_separator": ","}, with_commas[1]
-    names = _names(file, first, named) if header else tuple(map(str, range(len(types))))
+    names = _names(file, first, named) if header else [*map(str, range(len(types)))]
     notes = _unusual(options, names)
     if as_text:
         types = ["VARCHAR"] * len(types)
     else:
-        notes += _words(rows.slice(header), types, names, data.no_value)
+        notes += _words(rows.slice(header), types, names, data)
     # As ids, 007 and 7 differ, which only texts tell.
     of_ids = {name for name in names if NAMES_AN_ID.search(name)}
-    types = ["DIGITS" if t == "BIGINT" and n in of_ids else t for n, t in zip(names, types, strict=True)]
-    return Dialect(options, names, tuple(types), tuple(notes))
+    types = ["ID" if t == "BIGINT" and n in of_ids else t for n, t in zip(names, types, strict=True)]
+    comma = options["decimal_separator"] == ","
+    return Dialect(options, dict(zip(names, types, strict=True)), tuple(notes), bool(header), comma)
+
+
+def _columns_of(file: Path, dialect: Dialect, named: Sequence[str]) -> list[str]:
+    """Return the columns of a further file of a table."""
+    if not dialect.header:
+        return [*dialect.types]
+    database = _database().cursor()
+    with _reading(file, "", _REMEDY):
+        _, types = _sniffed(database, file, dialect.options)
+        rows = _texts(database, file, dialect.options, len(types), 1)
+    return _names(file, _cells(file, rows), named)
 
 
 def _sniffed(database: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -197,13 +197,11 @@ def _sniffed(database: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[
     delimiter, quote, escape, skip, header, columns, dates, times = found
     quote, escape = ("" if sign in ("(empty)", "\0") else sign for sign in (quote, escape))
     options = {**given, "delim": delimiter, "quote": quote, "escape": escape, "skip": skip, "header": header}
-    types = [column["type"] if column["type"] in _TYPES else "VARCHAR" for column in columns]
-    for kind, option, form in (("DATE", "dateformat", dates), ("TIMESTAMP", "timestampformat", times)):
-        if form and "%y" in form and option not in given:  # 05-09-21 may be three days
-            types = ["VARCHAR" if one == kind else one for one in types]
-        elif form:
-            options[option] = form
-    return options, types
+    types = [column["type"].replace("DATE", "TIMESTAMP") for column in columns]
+    forms = [form for form in (dates, times) if form and not form.startswith("%Y-%m-%d")]
+    if forms and "timestampformat" not in given:  # 05-09-21 may be three days
+        types = [kind.replace("TIMESTAMP", "VARCHAR") for kind in types]
+    return options, [kind if kind in _TYPES else "VARCHAR" for kind in types]
 
 
 def _texts(database: Any, file: Path, options: Mapping[str, Any], width: int, most: int) -> pl.DataFrame:
@@ -211,6 +209,13 @@ def _texts(database: Any, file: Path, options: Mapping[str, Any], width: int, mo
     plain = {"nullstr": ["\x01\x02"], "auto_detect": False, "ignore_errors": True, "null_padding": True}
     plain |= {"header": False, "parallel": False, "columns": {f"c{i}": "VARCHAR" for i in range(width)}}
     return pl.DataFrame(_query(database, "read_csv", file, {**options, **plain}, f"LIMIT {most}"))
+
+
+def _cells(file: Path, rows: pl.DataFrame) -> list[str]:
+    """Return the texts of the first row. Raises UserError if there is none."""
+    if not len(rows):
+        raise UserError(f"data.path={file}: is empty; give a file with rows")
+    return [(text or "").strip().removeprefix("\ufeff") for text in rows.row(0)]
 
 
 def _is_header(first: Sequence[str], found: Mapping[str, Any], named: Sequence[str], as_text: bool) -> bool:
@@ -226,7 +231,7 @@ def _is_header(first: Sequence[str], found: Mapping[str, Any], named: Sequence[s
     return found["header"] or above_index
 
 
-def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
+def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> list[str]:
     """Return the names of columns in a header, different ones. Raises UserError if one that the user names
     occurs twice."""
     names = list[str]()
@@ -235,7 +240,7 @@ def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> tuple[str, .
             raise UserError(f"data.path={file}: has two columns named {name!r}; rename one")
         choices = chain([name], (f"{name}_{number}" for number in count(1)))
         names.append(next(choice for choice in choices if choice not in names))
-    return tuple(names)
+    return names
 
 
 def _unusual(options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -255,46 +260,46 @@ def _unusual(options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [note for note, applies in notes.items() if applies]
 
 
-def _words(
-    rows: pl.DataFrame, types: Sequence[str], names: Sequence[str], no_value: Sequence[str]
-) -> list[str]:
-    """Return warnings about words that count as no value in columns of texts, such as the country NA. By
+def _words(rows: pl.DataFrame, types: Sequence[str], names: Sequence[str], data: RowFiles) -> list[str]:
+    """Return a warning about words that count as no value in columns of texts, such as the country NA. By
     the first rows, as DuckDB drops these words."""
-    words = [word for word in no_value if word[:1].isalpha()]
-    among = "" if len(rows) < _SNIFFED - 1 else f" in the first {_SNIFFED:,} rows"
-    texts = {n: cells for n, kind, cells in zip(names, types, rows, strict=True) if kind == "VARCHAR"}
-    counts = {name: cells.str.strip_chars().is_in(words).sum() for name, cells in texts.items()}
-    return [
-        f"{name}: {cells:,} cells such as NA{among} are read as missing; --data.missing '' keeps them"
-        for name, cells in counts.items()
-        if cells
-    ]
-
-
-def _joined(dialects: Sequence[Dialect]) -> dict[str, str]:
-    """Return the types of the columns that files share: the wider one of two, else text."""
-    types = dict[str, str]()
-    for dialect in dialects:
-        for name, kind in zip(dialect.names, dialect.types, strict=True):
-            low, high = sorted((kind, types.get(name, kind)))
-            types[name] = kind if low == high else _WIDER.get((low, high), "VARCHAR")
-    return types
+    words = [word for word in data.no_value if word[:1].isalpha()]
+    texts = zip(names, types, rows, strict=True)
+    counts = {n: c.str.strip_chars().is_in(words).sum() for n, kind, c in texts if kind == "VARCHAR"}
+    found = ", ".join(f"{cells:,} of {name}" for name, cells in counts.items() if cells)
+    note = f"cells such as NA are read as missing, of the first rows {found}; --data.missing '' keeps them"
+    return [note] if found else []
 
 
 def _typed(
-    file: Path, target: Path, dialect: Dialect, types: Mapping[str, str], misfits: Counter[str]
+    file: Path, target: Path, options: Mapping[str, Any], types: Mapping[str, str], misfits: Counter[str]
 ) -> Part:
     """Write the rows of a file as Arrow or Parquet. types: of its columns, by name. misfits: gets the number
     of cells by column that are not of its type."""
-    options, kinds = dialect.options, [types[name] for name in dialect.names]
     # By number, as DuckDB takes names that differ only in case for equal.
-    columns = {f"c{i}": _READ_AS.get(kind, kind) for i, kind in enumerate(kinds)}
-    how = {**options, "auto_detect": False, "columns": columns, "store_rejects": True, "rejects_limit": 0}
-    cells = ", ".join(f"nullif(trim({n}), '') AS {n}" if t == "VARCHAR" else n for n, t in columns.items())
+    columns = {f"c{i}": name for i, name in enumerate(types)}
+    read_as = {place: _READ_AS.get(types[name], types[name]) for place, name in columns.items()}
+    how = {**options, "auto_detect": False, "columns": read_as, "store_rejects": True, "rejects_limit": 0}
+    cells, tests = list[str](), dict[str, pl.Expr]()  # tests: of columns that must be read as another type
+    for place, name in columns.items():
+        text, column = f"nullif(trim({place}), '')", pl.col(place)
+        match types[name]:
+            case "VARCHAR":
+                cells.append(f"{text} AS {place}")
+            case "ID":
+                number = f"try_cast({text} AS BIGINT)"
+                cells.append(f"{number} AS {place}, {text} IS DISTINCT FROM {number}::VARCHAR AS not_{place}")
+                tests[place] = pl.col(f"not_{place}").any()
+            case kind:
+                cells.append(place)
+                if kind == "BIGINT":  # floats beyond do not keep whole numbers exact
+                    tests[place] = column.abs().max() > EXACT
+                elif kind == "TIMESTAMP":  # earlier ones are other texts
+                    tests[place] = column.min().dt.year() < 1000
     database = _database().cursor()  # which has the table of errors for itself
     with _reading(file, "", _REMEDY):
-        rows = _query(database, "read_csv", file, how, f"SELECT {cells}")
-        if file.stat().st_size < _SMALL and options["compression"] == "none":
+        rows = _query(database, "read_csv", file, how, f"SELECT {', '.join(cells)}")
+        if file.stat().st_size < _SMALL and _packing_of(file) == "none":
             with writing(target):  # which takes a fifth less time in all
                 pl.DataFrame(rows).write_ipc(target, compression="uncompressed")
             frame = pl.scan_ipc(target, glob=False)
@@ -306,11 +311,14 @@ def _typed(
             "SELECT line, column_name, error_type, error_message, csv_line FROM reject_errors "
             "ORDER BY line, error_type = 'CAST', column_idx"
         ).fetchall()
-    names, rejected = dict(zip(columns, dialect.names, strict=True)), dict[int, Rejected]()
-    for line, column, kind, message, text in errors:
-        name = names.get(column, "")
+    found = frame.select(**tests).collect(engine="streaming").row(0, named=True) if tests else {}
+    for place in (place for place, is_another in found.items() if is_another):
+        misfits[columns[place]] = sys.maxsize
+    rejected = dict[int, Rejected]()
+    for line, place, kind, message, text in errors:
+        name = columns.get(place, "")
         misfits[name] += kind == "CAST"
-        why = message.partition("\n")[0].replace(f'"{column}"', repr(name))
+        why = message.partition("\n")[0].replace(f'"{place}"', repr(name))
         if numbers := re.fullmatch(r"Expected Number of Columns: (\d+) Found: (\d+)", why):
             # DuckDB counts on through the values that are too many.
             values = max(int(numbers[2]), (text or "").count(options["delim"]) + 1)
@@ -320,91 +328,33 @@ def _typed(
         if (text or "x").strip():  # a line of blanks is no row
             row = Rejected(file=str(file), line=line, reason=why, text=(text or "")[:_SHOWN])
             rejected.setdefault(line, row)
-    dates = {"DATE": options.get("dateformat"), "TIMESTAMP": options.get("timestampformat")}
-    forms = {kind: Form(type="time", dates=dates) for kind, dates in dates.items() if dates}
-    if options["decimal_separator"] == ",":
-        forms |= dict.fromkeys(("BIGINT", "DOUBLE"), Form(type="number", comma=True))
-    of_columns = {n: forms[kind] for n, kind in zip(dialect.names, kinds, strict=True) if kind in forms}
-    header = bool(options["header"])
-    first = 1 + int(options["skip"]) + header
-    return Part(file, frame.rename(names), first, [*rejected.values()], dialect.notes, of_columns, header)
-
-
-def _doubtful(frame: pl.LazyFrame, types: Mapping[str, str]) -> list[str]:
-    """Return the columns of whole numbers that floats do not keep exact, and those of times before the year
-    1000, which are other texts."""
-    tests = []
-    for name in frame.collect_schema():
-        if types[name] == "BIGINT":
-            tests.append(by_name(name).abs().max() > EXACT)
-        elif types[name] in ("DATE", "TIMESTAMP"):
-            tests.append(by_name(name).min().dt.year() < 1000)
-    found = frame.select(tests).collect(engine="streaming").row(0, named=True) if tests else {}
-    return [name for name, is_doubtful in found.items() if is_doubtful]
-
-
-def _type_of_digits(frame: pl.LazyFrame, name: str) -> type[pl.DataType] | None:
-    """Return the type of texts that are all numbers and written as numbers are; None for ids such as 007."""
-    texts = by_name(name)
-    no_int, no_float = (
-        (texts.is_not_null() & texts.cast(dtype, strict=False).is_null()).any()
-        for dtype in (pl.Int64, pl.Float64)
-    )
-    zeros, largest = texts.str.contains(r"^[+-]?0\d").any(), texts.cast(pl.Float64, strict=False).abs().max()
-    found = frame.select(a=zeros | no_float, b=no_int, c=largest).collect(engine="streaming").row(0)
-    if found[0]:
-        return None
-    if not found[1]:
-        return pl.Int64
-    return pl.Float64 if (found[2] or 0) <= EXACT else None
+    first = 1 + int(options["skip"]) + bool(options["header"])
+    return Part(file, frame.select(*columns).rename(columns), first, [*rejected.values()])
 
 
 def read_json(file: Path, target: Path) -> Part:
     """Read a file of JSON lines into a Parquet file. Raises UserError that names the first line that is no
     JSON."""
-    how: dict[str, Any] = {"format": "newline_delimited", "sample_size": -1, "compression": _packing_of(file)}
-    remedy = "correct the line, or save the table as CSV or Parquet"
-    with _reading(file, " as JSON lines", remedy):
-        database = _database().cursor()
-        found = _query(database, "read_json", file, how)
+    database, how = _database().cursor(), {"format": "newline_delimited"}
+    with _reading(file, " as JSON lines", _JSON_REMEDY):
+        found = _query(database, "read_json", file, how | {"sample_size": -1})
         # Integers beyond 64 bits would become fractions in Parquet.
         types = [re.sub("U?HUGEINT", "VARCHAR", str(kind)) for kind in found.types]
-        how["columns"] = dict(zip(found.columns, types, strict=True))
-        _query(database, "read_json", file, how).write_parquet(str(target))
+        columns = dict(zip(found.columns, types, strict=True))
+        _query(database, "read_json", file, how | {"columns": columns}).write_parquet(str(target))
     return Part(file, pl.scan_parquet(target, glob=False))
 
 
 def json_names(file: Path) -> list[str]:
-    """Return the names in the first line of a file of JSON lines; none if it is no JSON. Raises UserError for
-    names that DuckDB cannot tell apart."""
-    first, names = next((line for line in head_of(file).splitlines() if line.strip()), b""), dict[str, str]()
-    try:
-        keys = [*json.loads(first)]
-    except ValueError:
-        return []
-    for name in keys:
-        if (other := names.setdefault(name.lower(), name)) != name:
-            raise UserError(f"data.path={file}: {other!r} and {name!r} differ only in case; rename one")
-    return keys
-
-
-def head_of(file: Path, size: int = _HEAD) -> bytes:
-    """Return the first bytes of a text file, unpacked; all of them for size -1. Raises UserError if it cannot
-    be unpacked."""
-    opened: Any = {"none": Path.open, "gzip": gzip.open, "zstd": zstd.open}[_packing_of(file)]
-    try:
-        with opened(file, "rb") as stream:
-            return bytes(stream.read(size))
-    except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise _unpackable(file, error) from error
+    """Return the names in the first lines of a file of JSON lines. Raises UserError as `read_json` does."""
+    database = _database().cursor()
+    with _reading(file, " as JSON lines", _JSON_REMEDY):
+        return list(_query(database, "read_json", file, {"format": "newline_delimited"}).columns)
 
 
 def read_text(file: Path, encoding: str) -> str:
-    """Return the whole text of a file. Raises UserError if it cannot be unpacked or decoded."""
-    raw = head_of(file, -1)
-    encoding = _encoding_of(raw, encoding)
+    """Return the whole text of a file. Raises UserError if it cannot be decoded."""
+    raw, encoding = file.read_bytes(), encoding_of(file, encoding)
     try:
         text = raw.decode("utf-8-sig" if encoding == "utf-8" else encoding)
         return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -416,25 +366,18 @@ def read_text(file: Path, encoding: str) -> str:
         ) from error
 
 
-def _encoding_of(head: bytes, given: str) -> str:
-    """Return the encoding of a text with these first bytes, as `data.encoding` gives it or its mark does."""
+def encoding_of(file: Path, given: str) -> str:
+    """Return the encoding of a text file, as `data.encoding` gives it or the file's mark does."""
     if given != "auto":
         return given
-    return "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    with file.open("rb") as stream:
+        return "utf-16" if stream.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
 
 
 def _packing_of(file: Path) -> str:
-    """Return how a text file is packed: gzip, zstd or none."""
+    """Return how a text file is packed: gzip or none."""
     with file.open("rb") as stream:
-        head = stream.read(4)
-    return next((name for sign, name in _PACKINGS.items() if head.startswith(sign)), "none")
-
-
-def _unpackable(file: Path, why: object) -> UserError:
-    return UserError(
-        f"data.path={file}: is not a complete {_packing_of(file)} file: {why}; compress it again, or give it "
-        "uncompressed"
-    )
+        return "gzip" if stream.read(2) == b"\x1f\x8b" else "none"
 
 
 @cache
@@ -458,16 +401,16 @@ def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
         why, words = str(error).strip().partition("\n")[0], str(error).lower()
         if "write" in words and ("space" in words or "too large" in words):
             raise OSError(errno.ENOSPC, why, str(file)) from error
-        if _packing_of(file) != "none" and re.search("gzip|zstd|compress|decode|miniz", words):
-            raise _unpackable(file, why) from error
+        if _packing_of(file) == "gzip":
+            remedy = f"if it is not a complete gzip file, compress it again; else {remedy}"
         raise UserError(f"data.path={file}: cannot be read{what}: {why}; {remedy}") from error
 
 
 def _query(database: Any, call: str, file: Path, options: Mapping[str, Any], rest: str = "") -> Any:
     """Return what a table function of DuckDB reads from a file, as a relation. rest: of the query."""
     # Marked, so that DuckDB finds no pattern in the path.
-    given = {**options, "path": re.sub(r"([*?\[])", r"[\1]", str(file))}
+    given = {**options, "compression": _packing_of(file), "path": re.sub(r"([*?\[])", r"[\1]", str(file))}
     if "nullstr" in options:  # DuckDB refuses texts for no value that hold the separator
         given["nullstr"] = [text for text in options["nullstr"] if options.get("delim", "\0") not in text]
-    arguments = ", ".join(["$path", *(f"{name} = ${name}" for name in options)])
+    arguments = ", ".join(["$path", *(f"{name} = ${name}" for name in given if name != "path")])
     return database.sql(f"FROM {call}({arguments}) {rest}", params=given)

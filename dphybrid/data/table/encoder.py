@@ -5,7 +5,7 @@ Letters: B rows, F columns with one id per row, L ids of a bag, N dense columns.
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
 from dphybrid.data.table.kinds import Column, Encoded, encoded
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.values import FIRST_ID, MISSING_ID, PADDING_ID, UNKNOWN_ID, Form
+from dphybrid.data.table.values import FIRST_ID, MISSING_ID, PADDING_ID, UNKNOWN_ID
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_text
 
@@ -134,28 +133,6 @@ class Encoder:
             arrays["bags_BFL"] = np.stack([padded(ids_BL, width) for ids_BL in bags], axis=1)
         return arrays
 
-    def written(self, data: TableDataConfig) -> "Encoder":
-        """Return the encoder for texts in the notation that `data` sets, such as another decimal mark."""
-
-        def changed(form: Form) -> Form:
-            comma = form.comma if data.decimal == "auto" else data.decimal == ","
-            return form.model_copy(update={"comma": comma, "dates": data.dateformat or form.dates})
-
-        columns = tuple(c.model_copy(update={"form": changed(c.form)}) for c in self.columns)
-        return replace(self, columns=columns)
-
-    def extended(self, newer: "Encoder") -> "Encoder":
-        """Return the encoder with the values that only `newer` has added; old ids keep their meaning."""
-        by_name = {column.name: column for column in newer.columns}
-        return replace(self, columns=tuple(c.extended(by_name[c.name]) for c in self.columns))
-
-    def covers(self, other: "Encoder") -> bool:
-        """Return whether this encoder tells apart all that `other` does: it reads the same columns, scales
-        numbers and labels equally, and knows every value that `other` knows."""
-        pairs = zip(self.columns, other.columns, strict=False)
-        same = len(self.columns) == len(other.columns) and self.label == other.label
-        return same and all(mine.covers(theirs) for mine, theirs in pairs)
-
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)
@@ -224,13 +201,12 @@ def open_base(path: Path) -> Base:
 
 def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     """Return, for each id column, an array that maps new ids to the base's id of the same value; new values
-    map to the base's unknown id or hash bucket."""
+    map to the base's unknown id."""
     found = []
     for old, new in zip(base.columns, now.columns, strict=True):
         if old.has_ids:
-            hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
-            known = old.ids(new.learned, old.places(new.learned), np.zeros(len(new.learned), bool))
-            found.append(np.concatenate([[MISSING_ID, UNKNOWN_ID], known, hashed]))
+            known = old.ids(old.places(new.learned), np.zeros(len(new.learned), bool))
+            found.append(np.concatenate([[MISSING_ID, UNKNOWN_ID], known]))
     return found or [np.arange(FIRST_ID)]
 
 

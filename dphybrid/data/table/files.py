@@ -2,14 +2,12 @@
 (`dphybrid.data.table.delimited`), Parquet and Arrow files as they are."""
 
 import hashlib
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -18,26 +16,29 @@ from polars.selectors import by_name, string  # takes names literally; select() 
 from dphybrid.config.tables import PACKED, RowFiles
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Progress
-from dphybrid.data.table.arrow import facts_of
-from dphybrid.data.table.delimited import Part, Rejected, dialect_of, head_of, json_names, read_csv, read_json
+from dphybrid.data.table.arrow import dictionaries_of
+from dphybrid.data.table.delimited import Dialect, Part, Rejected, dialect_of, json_names, read_csv, read_json
 from dphybrid.data.table.values import Form
 from dphybrid.util.digests import file_digest
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path, no_such_file
 
-_TEXTS = (".csv", ".tsv", ".txt", ".dat", ".data", ".jsonl", ".ndjson")
+_JSON = (".json", ".jsonl", ".ndjson")
+_TEXTS = (".csv", ".tsv", ".txt", ".dat", ".data", *_JSON[1:])
 _TYPED = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
 SUFFIXES = (*(text + packed for text in _TEXTS for packed in PACKED), *_TYPED)
 """Endings of the files that are read in a folder."""
 FRAMES, _FRAME = "frames", re.compile("[0-9a-f]{16}")
 """Folder of the saved frames in the data folder, and the names of their own folders."""
-_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
-_FORMATS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
+_FORMATS = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 _OTHERS = {
     b"PK\x03\x04": "an Excel or zip file",
     b"\xd0\xcf\x11\xe0": "an Excel file",
     b"BZh": "packed with bzip2",
     b"\xfd7zXZ\0": "packed with xz",
+    b"\x28\xb5\x2f\xfd": "packed with Zstandard",
+    b"\xff\xff\xff\xff": "an Arrow stream",
+    b"FEA1": "Feather of version 1",
 }
 """First bytes of the formats that are typed already, and of others that are refused."""
 BLOCK_ROWS = 2**16
@@ -53,8 +54,7 @@ class Rows:
         kept_B: Which of all rows are used.
         notes: What was inferred about how the files are written.
         rejected: The rows that cannot be read.
-        forms: How texts of columns are written, where that is unusual.
-        index: The columns that only number or name the rows.
+        form: How texts write numbers and times.
         header: Whether the first line named the columns; always true for Parquet files.
     """
 
@@ -63,8 +63,7 @@ class Rows:
     kept_B: Array
     notes: list[str]
     rejected: list[Rejected]
-    forms: dict[str, Form]
-    index: set[str]
+    form: Form
     header: bool
 
     def __len__(self) -> int:
@@ -178,28 +177,15 @@ def frame_digest(files: Iterable[Path]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
-def partitions(file: Path) -> list[str]:
-    """Return the folders named key=value right above a file, which are columns."""
-    # Not those further up: below `seed=3`, a data folder would add a column to every saved frame.
-    return [*itertools.takewhile(lambda part: "=" in part, reversed(file.parent.parts))][::-1]
-
-
-def _of_folders(file: Path) -> dict[str, str | None]:
-    """Return the columns that the folders right above a file give, and their value in its rows."""
-    pairs = (part.split("=", 1) for part in partitions(file))
-    return {name: None if text == _NO_PARTITION else unquote(text) for name, text in pairs}
-
-
 def names_of(file: Path, data: RowFiles, named: Sequence[str] = ()) -> list[str]:
     """Return the columns of a file by its first rows, or its schema. Raises UserError as `read_rows` does."""
     match _format_of(file):
         case "csv":
-            own = [*dialect_of(file, data, named).names]
+            return [*dialect_of(file, data, named).types]
         case "json":
-            own = json_names(file)
+            return json_names(file)
         case kind:
-            own = _read_arrow(file, kind).frame.collect_schema().names()
-    return [*dict.fromkeys([*own, *_of_folders(file)])]
+            return _read_arrow(file, kind).frame.collect_schema().names()
 
 
 def read_rows(
@@ -225,9 +211,10 @@ def read_rows(
     if on_progress:
         on_progress("read rows", 0, len(files))
     targets = [scratch / f"rows-{number:05d}" for number in range(len(files))]
+    dialect = Dialect()
     match kind:
         case "csv":
-            parts = read_csv(files, targets, data, named, as_text)
+            parts, dialect = read_csv(files, targets, data, named, as_text)
         case "json":
             parts = [read_json(file, target) for file, target in zip(files, targets, strict=True)]
         case _:
@@ -246,23 +233,21 @@ def read_rows(
         frame=frame,
         parts=parts,
         kept_B=np.ones(num_rows, bool),
-        notes=[*dict.fromkeys(notes + [note for part in parts for note in part.notes])],
+        notes=[*notes, *dialect.notes],
         rejected=rejected,
-        forms={name: form for part in parts for name, form in part.forms.items()},
-        index={name for part in parts for name in part.index},
-        header=parts[0].header,
+        form=Form(comma=dialect.comma, dates=data.dateformat),
+        header=dialect.header,
     )
 
 
 def _one_table(parts: Sequence[Part]) -> tuple[pl.LazyFrame, list[str]]:
     """Return the rows of all files with the columns of the first one, and notes on those that come or go.
     Raises UserError for files that are not of one table."""
-    frames, notes, first = list[pl.LazyFrame](), list[str](), parts[0].file
-    for part in parts:
-        own = part.frame.collect_schema()
-        added = {n: pl.lit(text, pl.String) for n, text in _of_folders(part.file).items() if n not in own}
-        frames.append(part.frame.with_columns(**added))
-    schemas = [frame.collect_schema() for frame in frames]
+    first, notes = parts[0].file, list[str]()
+    if "=" in first.parent.name:
+        line = "pl.scan_parquet(FOLDER, hive_partitioning=True) has them"
+        notes.append(f"folders such as {first.parent.name} give no columns; {line}")
+    schemas = [part.frame.collect_schema() for part in parts]
     names = schemas[0].names()
     for part, schema in zip(parts, schemas, strict=True):
         gone, come = [n for n in names if n not in schema], [n for n in schema if n not in names]
@@ -275,18 +260,20 @@ def _one_table(parts: Sequence[Part]) -> tuple[pl.LazyFrame, list[str]]:
         if come:
             what = f"more columns than {first.name}, which are left out: {', '.join(come)}"
             notes.append(f"{part.file.name} has {what}")
-    texts = list[str]()
-    for name in names:
-        types = {schema[name] for schema in schemas if name in schema} - {pl.Null()}
-        if len(types) > 1 and any(dtype.is_nested() for dtype in types):
-            raise UserError(
-                f"data.path: column {name!r} holds lists in some files and other values in others; write "
-                "one of them"
-            )
-        texts += [name] if len(types) > 1 and not all(dtype.is_numeric() for dtype in types) else []
-    as_text = by_name(*texts, require_all=False).cast(pl.String)
-    frames = [f.select(by_name(*names, require_all=False)).with_columns(as_text) for f in frames]
-    return pl.concat(frames, how="diagonal_relaxed").select(by_name(*names)), notes
+    try:
+        for name in names:
+            types = {schema[name] for schema in schemas if name in schema} - {pl.Null()}
+            if len({dtype.is_nested() for dtype in types}) > 1:
+                raise pl.exceptions.SchemaError(f"{name!r} holds lists in some files only")
+        table = pl.concat(
+            [part.frame.select(by_name(*names, require_all=False)) for part in parts], how="diagonal_relaxed"
+        ).select(by_name(*names))
+        table.collect_schema()
+    except pl.exceptions.PolarsError as error:
+        raise UserError(
+            f"data.path: {first} and others have columns of other types: {error}; write one type"
+        ) from error
+    return table, notes
 
 
 def check_rejected(
@@ -304,8 +291,7 @@ def check_rejected(
 
 
 def _format_of(file: Path) -> str:
-    """Return csv, json, parquet, arrow or arrow stream, by the file's first bytes. Raises UserError for other
-    formats."""
+    """Return csv, json, parquet or arrow, by the file's first bytes. Raises UserError for other formats."""
     with file.open("rb") as stream:
         head = stream.read(16)
     for sign, kind in _FORMATS.items():
@@ -316,28 +302,41 @@ def _format_of(file: Path) -> str:
             raise UserError(
                 f"data.path={file}: is {what}, which is not supported; save the table as CSV or Parquet"
             )
-    text = head_of(file).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if text[:1] == b"{" and json_names(file):
-        return "json"
-    if text[:1] in (b"{", b"[") and {".json", ".jsonl", ".ndjson"} & {*file.suffixes}:
-        raise UserError(
-            f"data.path={file}: is one JSON value, or its first line is not JSON in UTF-8; write JSON lines, "
-            "with one object a line"
-        )
-    return "csv"
+    return "json" if {*_JSON} & {*file.suffixes} else "csv"
 
 
 def _read_arrow(file: Path, kind: str) -> Part:
     try:
-        if kind == "arrow stream":
-            frame = pl.read_ipc_stream(file).lazy()
-        else:
-            scan = pl.scan_parquet if kind == "parquet" else pl.scan_ipc
-            frame = scan(file, hive_partitioning=False, glob=False)
+        scan = pl.scan_parquet if kind == "parquet" else pl.scan_ipc
+        frame = scan(file, hive_partitioning=False, glob=False)
         frame.head(1).collect()  # for types that polars cannot read
-        dictionaries, index = facts_of(file, kind)
-        part = Part(file, frame.with_columns(by_name(*dictionaries).cast(pl.String).cast(pl.Categorical)))
-        part.index, _ = index, part.size
-        return part
+        dictionaries = by_name(*dictionaries_of(file, kind))
+        return Part(file, frame.with_columns(dictionaries.cast(pl.String).cast(pl.Categorical)))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(f"data.path={file}: cannot be read as {kind.title()}: {error}") from error
+
+
+def named_columns(rows: Rows, names: Sequence[str], where: str, remedy: str) -> pl.DataFrame:
+    """Return the columns of these names, each once. where, remedy: for the message of the UserError about one
+    that is missing."""
+    if missing := [name for name in names if name not in rows.names]:
+        raise UserError(f"{where} no column {missing[0]!r}{suggestion(missing[0], rows.names)}; {remedy}")
+    return rows.table([*dict.fromkeys(names)])
+
+
+def complete_rows(
+    rows: Rows, frame: pl.DataFrame, needed: Sequence[str]
+) -> tuple[pl.DataFrame, list[Rejected]]:
+    """Return the rows of `frame` that have a value in each needed column, and all rejected rows: those that
+    could not be read, and the others. rows: as they were read; `frame` has values of all of them."""
+    rejected, gaps = list(rows.rejected), frame.select(by_name(*needed).is_null())
+    if not gaps.select(pl.any_horizontal(pl.all()).any()).item():
+        return frame, rejected
+    of_file, lines = rows.lines()
+    left_out_B = pl.Series([False]).new_from_index(0, len(frame))
+    for name in needed:
+        for row in (gaps[name] & ~left_out_B).arg_true():
+            why = f"no value in {name!r}"
+            rejected.append(Rejected(file=of_file[row], line=lines[row], reason=why))
+        left_out_B |= gaps[name]
+    return frame.filter(~left_out_B), rejected

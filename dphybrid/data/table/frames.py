@@ -21,14 +21,12 @@ from polars.selectors import by_name  # takes names literally; select() reads `*
 
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.files import Rows, find_files, frame_digest, read_rows
-from dphybrid.data.table.values import is_odd
 from dphybrid.data.vocabulary import is_nothing
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import (
     check_target,
     given_path,
     make_folder,
-    remove_folder,
     scratch_folder,
     sync,
     temporary,
@@ -57,7 +55,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if module == "pandas" and hasattr(data, "columns"):
             names = [str(name) for name in data.columns]
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
+                raise TypeError(f"has two columns named {twice[0]!r}; rename one")
             return pl.DataFrame([_column(str(name), cells) for name, cells in data.items()])  # type: ignore[attr-defined]
         if hasattr(data, "__arrow_c_stream__"):
             frame = pl.DataFrame(data)
@@ -68,15 +66,13 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if isinstance(data, Mapping):
             for name, values in data.items():  # polars would repeat a single value in every row
                 if isinstance(values, str) or not hasattr(values, "__len__"):
-                    raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
+                    raise TypeError(f"column {name!r} is {values!r}; give it a list or an array")
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
             names = list(dict.fromkeys(name for row in data for name in row))
             return pl.DataFrame([of_objects(str(n), [row.get(n) for row in data]) for n in names])
-    except TypeError as error:
+    except (pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: {error}") from error
-    except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:
-        raise UserError(f"{where}: cannot be read as a table: {error}") from error
     raise UserError(
         f"{where}: is {type_text(data)}; give a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow "
         "table, a dict of columns, a list of records, or a path"
@@ -84,23 +80,21 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
 
 
 def _column(name: str, values: Any) -> pl.Series:
-    """Return a column of any library."""
+    """Return a column of polars, pandas, numpy or Python."""
     if isinstance(values, pl.Series):
         return values.alias(name)
     dtype = str(getattr(values, "dtype", "object"))
-    if hasattr(values, "iloc") and (dtype == "category" or dtype.startswith("dictionary<")):
+    if dtype == "category" or dtype.startswith("dictionary<"):
         # As texts: polars knows no categories of numbers, and would drop that they were declared.
         texts = [None if is_nothing(value) else str(value) for value in values.tolist()]
         return pl.Series(name, texts, dtype=pl.String).cast(pl.Categorical)
     if dtype == "object":
-        return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
+        return of_objects(name, list(values))
     if hasattr(values, "iloc"):
         try:
             return pl.Series(pl.from_pandas(values)).alias(name)
         except Exception:  # noqa: BLE001 - pyarrow raises many classes for types that it lacks
             return of_objects(name, values.to_list())
-    if dtype.startswith(("datetime64", "timedelta64")):  # polars has no seconds, such as numpy's default
-        values = values.astype(f"{dtype.partition('[')[0]}[us]")
     return pl.Series(name, values, strict=False)
 
 
@@ -119,57 +113,39 @@ def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
         return None if is_nothing(value) else value
 
     found = list(map(plain, values))
-    types = {type(value) for value in found} - {type(None)}
-    odd = next((value for value in found if not isinstance(value, _PYTHON)), None)
-    if odd is None:
-        large = types == {int} and any(abs(value) >= 2**63 for value in found if value is not None)
-        if large or (len(types) > 1 and str in types and list not in types):
-            found = [value if value is None else str(value) for value in found]  # all are texts
-        column = pl.Series(name, found, strict=False)
-        if column.dtype != pl.Object:
-            return column
-        odd = next(value for value in found if value is not None)
-    raise TypeError(
-        f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
-        "list; write it as one of these, or leave the column out"
-    )
+    known = [value for value in found if value is not None]
+    types = {type(value) for value in known}
+    large = types == {int} and any(abs(value) >= 2**63 for value in known)
+    odd = next((value for value in known if not isinstance(value, _PYTHON)), None)
+    if odd is None and (large or (len(types) > 1 and str in types and list not in types)):
+        found = [value if value is None else str(value) for value in found]  # all are texts
+    column = pl.Series(name, found if odd is None else [], strict=False)
+    if odd is not None or column.dtype == pl.Object:
+        odd = known[0] if odd is None else odd
+        raise TypeError(
+            f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
+            "list; write it as one of these, or leave the column out"
+        )
+    return column
 
 
-def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Return the columns' names. Raises UserError if there are none, and if a column that is not in `ignored`
-    has a type that no table can have."""
-    schema = frame.collect_schema()
-    if not schema:
-        raise UserError(f"{where}: has no columns; give at least one")
-    for name, dtype in schema.items():
-        if is_odd(dtype) and name not in ignored:
-            raise UserError(
-                f"{where}: column {name!r} holds {dtype}, not single values or lists of them; write it as "
-                "text, or name it in ignore of the training"
-            )
-    return schema.names()
-
-
-def save_frame(
-    frame: pl.DataFrame | pl.LazyFrame, folder: Path, where: str, ignored: Sequence[str] = ()
-) -> Path:
+def save_frame(frame: pl.DataFrame | pl.LazyFrame, folder: Path, where: str) -> Path:
     """Write a frame as Parquet files of `PART_ROWS` rows into a folder below `folder`, named by their digest,
     so that equal frames share a folder. A lazy frame is computed and written part by part.
 
-    Raises UserError for fewer than two rows, for a column of a type that no table can have, and if a lazy
-    frame fails.
+    Raises UserError for fewer than two rows, for a column that Parquet cannot hold, and if a lazy frame
+    fails.
     """
     # Saved even though the frame is in memory: a resumed or compared run must find its rows again.
-    names = check_frame(frame, where, ignored)
-    keep = [name for name in names if name not in ignored] or names
     make_folder(folder)
     written, num_rows = temporary(folder / "frame"), 0
     try:
         written.mkdir()
         # Parts of a fixed size, however the rows were computed: otherwise equal frames would be written as
         # different bytes, and get different digests.
-        parts = frame.lazy().select(by_name(*keep)).collect_batches(chunk_size=PART_ROWS, maintain_order=True)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(
+            frame.lazy().collect_batches(chunk_size=PART_ROWS, maintain_order=True)
+        ):
             file = written / f"part-{number:05d}.parquet"
             # Copied: a slice of lists keeps the buffers of the rows around it, which the file would show.
             copied = part.select(pl.all().gather(pl.int_range(pl.len())))
@@ -180,7 +156,7 @@ def save_frame(
             raise UserError(
                 f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one for validation"
             )
-        target = folder / (digest := frame_digest(written.iterdir()))
+        target = folder / frame_digest(written.iterdir())
         # Not asked first whether it exists: another process may save an equal frame at this moment.
         try:
             written.rename(target)
@@ -189,10 +165,6 @@ def save_frame(
             if not target.is_dir():
                 raise
             os.utime(target)  # the time of its last use, by which `dphybrid runs remove` keeps it
-            if frame_digest(target.iterdir()) != digest:  # it is damaged, and the same frame is at hand
-                remove_folder(target)
-                written.rename(target)
-                sync(folder)
         return target
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error

@@ -5,7 +5,6 @@ Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 """
 
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from dphybrid.data.table.values import (
     Array,
     Form,
     as_names,
-    is_either_order,
     is_odd,
     items_of,
     type_of,
@@ -53,8 +51,6 @@ _REPEATED = 0.25
 """Whole numbers repeat if this share of the rows holds a value that occurs again."""
 _EARLIEST, _LATEST = 631_152_000, 4_102_444_800
 """Seconds from 1970 to 1990 and to 2100: whole numbers between them may be times."""
-_INT32_MAX = 2**31 - 1
-"""Largest int32: ids are stored as such."""
 
 _MERGED = "floats beyond 2^53 have merged ids; write them as whole numbers or texts"
 _NUMBERS_ROWS = re.compile(
@@ -62,6 +58,8 @@ _NUMBERS_ROWS = re.compile(
     r"|num|seq|sequence|serial|obs|case))$",
     re.IGNORECASE,
 )
+_PANDAS_INDEX = "__index_level_"
+"""With it begins the name of an index without a name, as pandas writes it to Parquet."""
 _NAMES_A_TIME = re.compile(
     r"(?:^|[\W_])(?i:(?:unix|epoch)?_?(?:review)?(?:time|timestamp|date|datetime|ts))(?:$|[\W_])"
     r"|[a-z](?:Time|Timestamp|Date|TS)$|(?:_at|At)$"
@@ -69,16 +67,7 @@ _NAMES_A_TIME = re.compile(
 
 
 Role = Literal["numeric", "whole", "time", "categorical", "bag", "ignore"]
-
-ROLES: dict[Role, tuple[str, ...]] = {
-    "numeric": ("scale",),
-    "whole": ("scale", "min_count", "hash_buckets"),
-    "time": ("scale",),
-    "categorical": ("min_count", "hash_buckets"),
-    "bag": ("min_count", "hash_buckets", "separator", "max_items"),
-    "ignore": (),
-}
-"""The kinds of columns, each with the options that its section in schema.toml may have."""
+"""The kinds of columns."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +85,10 @@ class Options(Section):
     """What a user may say of a column: its section of schema.toml."""
 
     role: Role | None = None
-    scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
-    """log: logarithm, then standardized; standard: standardized; none: as is; auto: log for heavy tails."""
-    min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
-    """Values in fewer training rows than this count as the unknown value."""
-    hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
-    """Embeddings that all other values share by a hash, instead of a single unknown one."""
-    separator: str = Field(default="|", min_length=1, examples=["|"])
+    separator: str = Field(default="|", min_length=1)
     """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
     Parquet file."""
-    max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
+    max_items: int = Field(default=16, ge=1, le=1024)
     """Number of items of a cell that are looked up, from the first one on."""
 
 
@@ -150,8 +133,8 @@ class Column(Options):
 
     @property
     def num_ids(self) -> int:
-        """Number of ids, with those of no value, of unknown values and of hash buckets; 0 without ids."""
-        return FIRST_ID + len(self.learned) + self.hash_buckets if self.has_ids else 0
+        """Number of ids, with those of no value and of unknown values; 0 without ids."""
+        return FIRST_ID + len(self.learned) if self.has_ids else 0
 
     def read(self, cells: pl.Series) -> pl.Series:
         """Return the values of cells, of a bag the lists of its items; None for no value and for cells of
@@ -163,13 +146,13 @@ class Column(Options):
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         """Return the column fitted to the values of the training rows."""
-        learned, scales = self.learned, [fit_scale(n, self.scale) for n in self.numbers(sample_of(train))]
+        learned, scales = self.learned, map(fit_scale, self.numbers(sample_of(train)))
         if self.has_ids:
             values = self._items(train)[1] if self.role == "bag" else train
-            least = data.min_count if self.min_count is None else self.min_count
             counts = values.drop_nulls().rename("value").value_counts(name="rows")
-            counts = counts.filter(pl.col("rows") >= least)
-            counts = counts.with_columns(self._texts(counts["value"])).drop_nulls()
+            counts = counts.filter(pl.col("rows") >= data.min_count)
+            if self.role == "whole":
+                counts = counts.with_columns(as_names(counts["value"], Form(type="whole"))).drop_nulls()
             # Ties are broken by the text, as the order of groups depends on threads.
             learned = counts.sort(["rows", "value"], descending=[True, False])["value"]
         return self._with(learned=learned, scales=tuple(scales))
@@ -180,8 +163,7 @@ class Column(Options):
         if not self.has_ids:
             filled = int((~found.missing).sum())
             return filled, filled - found.values.count()
-        others = (found.ids == UNKNOWN_ID) | (found.ids >= FIRST_ID + len(self.learned))
-        return int((found.ids > MISSING_ID).sum()), int(others.sum())
+        return int((found.ids > MISSING_ID).sum()), int((found.ids == UNKNOWN_ID).sum())
 
     def numbers(self, values: pl.Series) -> list[Array]:
         """Return the numbers (B,) that the values give, nan for no value."""
@@ -192,16 +174,10 @@ class Column(Options):
         parts = (values.dt.hour(), values.dt.weekday(), values.dt.date().cast(pl.Int32))
         return [part.cast(pl.Float64).fill_null(np.nan).to_numpy() for part in parts]
 
-    def ids(self, values: pl.Series, place_B: Array, missing_B: Array) -> Array:
+    def ids(self, place_B: Array, missing_B: Array) -> Array:
         """Return the ids (B,) of cells, or of items. A cell that is not missing and has no value, such as 7.5
         among whole numbers, is unknown."""
         ids_B: Array = np.where(place_B < 0, UNKNOWN_ID, place_B + FIRST_ID).astype(np.int32)
-        if self.hash_buckets:
-            others = np.flatnonzero(place_B < 0)
-            # Not hash(): Python salts it differently in each process.
-            sums = (zlib.crc32(str(text).encode()) for text in self._texts(values.gather(others)))
-            first = FIRST_ID + len(self.learned)
-            ids_B[others] = [first + number % self.hash_buckets for number in sums]
         ids_B[missing_B] = MISSING_ID
         return ids_B
 
@@ -211,7 +187,7 @@ class Column(Options):
         ids_BL = np.full((len(lists), lengths_B.max(initial=1)), PADDING_ID, np.int32)
         # Assigning through a mask goes row by row, which is the order of the items.
         items, values = self._items(lists)
-        ids_N = self.ids(values, self.places(values), items.is_null().to_numpy())
+        ids_N = self.ids(self.places(values), items.is_null().to_numpy())
         ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = ids_N
         ids_BL[lengths_B == 0, 0] = MISSING_ID
         return ids_BL
@@ -220,9 +196,6 @@ class Column(Options):
         """Return the items of all lists, one after another, and their values."""
         items = with_gaps(lists.filter(lists.list.len() > 0).explode(), None)
         return items, typed(items, self.form).cast(pl.String)
-
-    def _texts(self, values: pl.Series) -> pl.Series:
-        return as_names(values, Form(type="whole")) if self.role == "whole" else values
 
     @cached_property
     def _codes(self) -> pl.Expr:
@@ -258,11 +231,6 @@ class Column(Options):
         more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
         return self._with(learned=pl.concat([self.learned, more]))
 
-    def covers(self, earlier: "Column") -> bool:
-        """Return whether this column reads and scales cells as `earlier` does and knows all its values."""
-        mine, theirs = ((c.name, c.role, c.form, c.scales) for c in (self, earlier))
-        return mine == theirs and bool(earlier.learned.is_in(self.learned.implode()).all())
-
     def _with(self, **changes: Any) -> Self:
         # Not model_copy, which would also copy the cached properties of the old texts.
         return type(self)(**dict(self) | changes)
@@ -278,10 +246,10 @@ def encoded(
     """
     together = defaultdict[Any, list[int]](list)
     for number, (column, series) in enumerate(zip(columns, cells, strict=True)):
-        if series.dtype.is_nested() and column.role != "bag":
+        if is_odd(series.dtype) or (series.dtype.is_nested() and column.role != "bag"):
+            had = "lists" if column.role == "bag" else "single values"
             raise UserError(
-                f"column {column.name!r} holds {series.dtype}, but training had single values; write one in "
-                "each row"
+                f"column {column.name!r} holds {series.dtype}, but training had {had}; write those"
             )
         # Each column has categories of its own, and decides for itself whether floats are whole.
         mixes = series.dtype == pl.String or (type_of(series.dtype) and column.form.type != "text")
@@ -308,9 +276,9 @@ def encoded(
         if column.role == "bag":
             ids = column.bag_ids(values)
         elif column.role == "whole":
-            ids = column.ids(values, column.places_of_numbers(parts[0]), missing)
+            ids = column.ids(column.places_of_numbers(parts[0]), missing)
         elif column.role == "categorical":
-            ids = column.ids(values, places[number].to_numpy(), missing)
+            ids = column.ids(places[number].to_numpy(), missing)
         found.append(Encoded(missing, values, parts, ids))
     return found
 
@@ -344,7 +312,7 @@ def column_of(
             )
         why = f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
         return Column(name=name), why
-    if role is None and counts_rows(name, every):
+    if role is None and (name.startswith(_PANDAS_INDEX) or counts_rows(name, every)):
         return Column(name=name), "a row number"
     cells = with_gaps(train, None)
     known = sample_of(cells.drop_nulls())
@@ -371,8 +339,6 @@ def column_of(
         _check_readable(column, cells, data)
     if unit:
         why = f"whole numbers of {unit} since 1970; --data.categorical or --data.numeric reads them otherwise"
-    elif role == "time" and is_either_order(known, form.dates):
-        why = f"dates are read as {form.dates}; --data.dateformat says otherwise"
     return column, why
 
 
@@ -419,7 +385,7 @@ def _role_of(name: str, known: pl.Series, cells: pl.Series) -> tuple[str, str]:
     if not len(known):
         return "ignore", "no values"
     if known.dtype.is_temporal():
-        return ("numeric", "in seconds") if known.dtype == pl.Duration else ("time", "")
+        return "time", ""
     if known.dtype.is_numeric():
         return _role_of_numbers(name, known, cells)
     if known.dtype == pl.String:

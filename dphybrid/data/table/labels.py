@@ -100,15 +100,6 @@ class Label(Section):
         found: Array = numbers.cast(pl.Float64).fill_null(np.nan).to_numpy()
         return found
 
-    def check_classes(self, cells: pl.Series) -> None:
-        """Raise UserError if cells of a later table have other classes."""
-        now = {*typed(cells, self.form).drop_nulls().unique().cast(pl.String)} if self.classes else set()
-        if now - {*self.classes}:
-            raise UserError(
-                f"data.base: classes were {list(self.classes)} and are now {sorted(now)}; the earlier model "
-                "cannot be retrained, train a new one"
-            )
-
     def encoded(self, values_B: Array) -> Array:
         """Return the targets (B,) float32 of models. values_B: numbers, or class numbers."""
         return ((values_B - self.offset) / self.scale).astype(np.float32)

@@ -15,7 +15,6 @@ _DATES = (
     r"^(?:\d{4}[/.-]\d{1,2}[/.-]\d{1,2}|\d{1,2}[/.-](?:\d{1,2}|[A-Za-z]{3})[/.-](?:\d{4}|\d{2})"
     r"|[A-Za-z]{3,9} \d{1,2},? \d{4}|\d{1,2} [A-Za-z]{3,9} \d{4})(?:[ T,]|$)"
 )
-_DIGITS_ALONE = '.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64, strict=False)'
 _GROUPS = r"^[^\d,]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*$"
 
 
@@ -43,17 +42,15 @@ def remedy(name: str, texts: pl.Series) -> str:
     if _share(known.str.contains(_DATES)) >= _MOSTLY:
         line = f"{column}.str.to_datetime(FORMAT, strict=False)"
         return f"dates such as {known[0]!r}; --data.dateformat FORMAT, or {line}"
-    if _share(known.str.contains(_GROUPS)) > 0.5:
-        return f"numbers with groups of digits, such as {known[0]!r}; {column}{_DIGITS_ALONE}"
-    if _share(known.str.contains(r"^[^\d,]*\d+,\d+\D*$")) > 0.5:
+    has_groups = _share(known.str.contains(_GROUPS)) > 0.5
+    if not has_groups and _share(known.str.contains(r"^[^\d,]*\d+,\d+\D*$")) > 0.5:
         return f"numbers with decimal commas, such as {known[0]!r}; --data.decimal ,"
     numbers = known.str.replace_all(r"[^\d.-]", "").cast(pl.Float64, strict=False)
     has_units = known.str.extract(r"([A-Za-z%°]+)\W*$").n_unique() > 1
     if has_units or known.str.contains(r"\d[-:/ ]\d|^0\d").any() or _share(numbers.is_not_null()) < _MOSTLY:
         return ""
-    signs = known.str.replace_all(r"[\d.-]", "").unique()
-    one = f'.str.replace("{signs[0]}", "", literal=True).cast(pl.Float64, strict=False)'
-    return f"numbers with signs, such as {known[0]!r}; {column}{one if len(signs) == 1 else _DIGITS_ALONE}"
+    line = f'{column}.str.replace_all(r"[^\\d.-]", "").cast(pl.Float64, strict=False)'
+    return f"numbers with signs, such as {known[0]!r}; {line}"
 
 
 def _share(mask: pl.Series) -> float:

@@ -15,33 +15,29 @@ class Scale(Section):
     Attributes:
         log: Numbers first pass through sign(x) log(1 + |x|).
         indicator: A second input is 1 for no value.
-        plain: Numbers pass as they are.
     """
 
     log: bool = False
     mean: float = 0.0
     std: float = 1.0
     indicator: bool = False
-    plain: bool = False
 
     def standardized(self, numbers_B: Array) -> Array:
         """Return numbers (B,) in standard deviations from the mean, 0 for nan."""
         found: Array = signed_log(numbers_B) if self.log else numbers_B
-        if not self.plain:
-            # Numbers near the end of float64 may overflow to infinity, which is clipped.
-            with np.errstate(over="ignore"):
-                found = ((found - self.mean) / self.std).clip(-_MAX_DEVIATION, _MAX_DEVIATION)
+        # Numbers near the end of float64 may overflow to infinity, which is clipped.
+        with np.errstate(over="ignore"):
+            found = ((found - self.mean) / self.std).clip(-_MAX_DEVIATION, _MAX_DEVIATION)
         return np.where(np.isnan(found), 0.0, found)
 
 
-def fit_scale(numbers_B: Array, scale: str = "auto") -> Scale:
-    """Return the scale of numbers of training rows (nan: no value). scale: auto (log for heavy tails), log,
-    standard or none."""
+def fit_scale(numbers_B: Array) -> Scale:
+    """Return the scale of numbers of training rows (nan: no value); with heavy tails that of logarithms."""
     known = np.sort(numbers_B[~np.isnan(numbers_B)])
-    indicator, plain = len(known) < len(numbers_B), scale == "none"
-    if plain or not len(known):
-        return Scale(indicator=indicator, plain=plain)
-    log = scale == "log" or (scale == "auto" and _has_heavy_tail(known))
+    indicator = len(known) < len(numbers_B)
+    if not len(known):
+        return Scale(indicator=indicator)
+    log = _has_heavy_tail(known)
     mean, std = mean_and_std(signed_log(known) if log else known)
     return Scale(log=log, mean=mean, std=std, indicator=indicator)
 

@@ -18,16 +18,16 @@ from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Progress, Source, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, open_base
-from dphybrid.data.table.files import Rows, find_parts, names_of, partitions, read_rows
+from dphybrid.data.table.files import Rows, find_parts, names_of, read_rows
 from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.schema import SchemaFile, check_column, read_schema, roles_given, schema_text
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
-from dphybrid.data.table.values import Form, items_of, type_of
+from dphybrid.data.table.values import items_of, type_of
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path, write_text
-from dphybrid.util.text import aligned, as_flags
+from dphybrid.util.text import aligned
 
 _PARTS = {"train": TRAIN, "valid": VALID, "test": TEST}
 _UNSEEN_ROWS = 2**16
@@ -38,26 +38,13 @@ _UNSEEN_SHOWN = 0.0005
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A column fitted to the training rows, why it has its kind, and a few of its values. too_long: how many
-    cells of a bag have more items than are used. longest: most items of a cell that are used."""
+    """A column fitted to the training rows, why it has its kind, a few of its values, and the number of items
+    of the longest cell of a bag."""
 
     column: Column
     reason: str
     samples: list[str]
-    too_long: int = 0
     longest: int = 1
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """The rows with an answer to learn. Each array holds these rows alone. skipped: how many other rows have
-    no label, and how many a weight of 0."""
-
-    rows: Rows
-    label: Label
-    answers_B: Array
-    weights_B: Array | None
-    skipped: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,6 @@ class TableSource(Source):
         excluded = {"path", "valid_path", "test_path", "schema_file", "base"}
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
-            "partitions": [partitions(file) for file in self.files],
             "files": [len(self.read_files), len(self.held_files), len(self.test_files)],
             "base": self.base.prepared.digest if self.base else None,
         }
@@ -107,17 +93,16 @@ class TableSource(Source):
 
     def check(self) -> None:
         """Raise UserError if the columns of the first file do not fit the config."""
-        names = names_of(self.read_files[0], self.data, self.named)
-        self._columns(names, header=not all(name.isdigit() for name in names))
+        self._columns(names_of(self.read_files[0], self.data, self.named))
 
-    def _columns(self, names: list[str], header: bool) -> tuple[dict[str, str], dict[str, str]]:
+    def _columns(self, names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the columns of label, weight and split, by field, and the fields of those that are not
         features, by column. Raises UserError if a column is missing, or is named twice."""
         data, columns = self.data, {"label": self.data.label or ""}
         columns |= {"weight": data.weight} if data.weight else {}
         columns |= {"split_column": data.split_column} if data.split_column else {}
         for field, name in columns.items():
-            check_column(names, name, f"data.{field}", header, self.read_files[0])
+            check_column(names, name, f"data.{field}", self.read_files[0])
         if columns.get("weight") == columns["label"]:
             raise UserError(
                 f"data.weight={data.weight!r}: this column is already the label; name another one"
@@ -125,27 +110,25 @@ class TableSource(Source):
         # A time or a key may be a feature, too.
         taken = {name: field for field, name in columns.items() if field != "split_column"}
         if not self.base:  # whose roles hold, whatever comes or goes
-            roles_given(names, data, self.schema, taken, header)
+            roles_given(names, data, self.schema, taken)
         return columns, taken
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         data = self.data
         every = read_rows(self.files, data, scratch / "rows", self.named, on_progress=progress)
-        _check_enough(every, data)
-        columns, taken = self._columns(every.names, every.header)
-        labels = self._labelled(every, columns)
-        rows, label, answers_B, weights_B = labels.rows, labels.label, labels.answers_B, labels.weights_B
-        _check_enough(rows, data)
-
+        if len(every) < 2:
+            held = "1 row" if len(every) else "no rows that can be read"
+            raise UserError(f"data.path={data.path}: has {held}; at least 2 are needed, one for validation")
+        columns, taken = self._columns(every.names)
+        rows, label, answers_B, weights_B = self._labelled(every, columns)
         files = ((TRAIN, self.read_files), (VALID, self.held_files), (TEST, self.test_files))
         part_B = np.repeat([part for part, some in files for _ in some], rows.sizes)[rows.kept_B]
         # Files for validation and test decide nothing about a column.
         num_own = int((part_B == TRAIN).sum())
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(len(rows))
-        column, dates = None, ""
-        if name := columns.get("split_column"):
-            column, dates = _single_values(rows, name, "split_column"), rows.forms.get(name, Form()).dates
-        split = split_rows(data, self.seed, part_B, classes_B, column, dates)
+        by = columns.get("split_column")
+        column = _single_values(rows, by, "split_column") if by else None
+        split = split_rows(data, self.seed, part_B, classes_B, column)
         parts: dict[str, Array] = {}
         if self.base:
             # Old and new rows are compared in the earlier encoding, in which the base's arrays are stored.
@@ -170,34 +153,39 @@ class TableSource(Source):
                 f"data.path={data.path}: no column is left to learn from; ignore fewer columns, or check "
                 f"data.delimiter{why}"
             )
-        labels = replace(labels, rows=rows, label=label)
-        return self._content(labels, fitted, encoder, split.text, parts)
+        arrays = {"labels_B": label.encoded(answers_B)}
+        arrays |= {} if weights_B is None else {"weights_B": weights_B}
+        return self._content(rows, fitted, encoder, split.text, arrays, parts)
 
-    def _labelled(self, rows: Rows, columns: Mapping[str, str]) -> _Labels:
-        """Return the rows with a label and a weight above 0. Raises UserError if there are none."""
-        data = self.data
-        cells = _single_values(rows, columns["label"], "label")
-        if not cells.count():
-            raise UserError(
-                f"data.label={columns['label']!r}: none of the {len(rows):,} rows of {data.path} has a "
-                "value in this column; name another one"
-            )
-        label = self.base.encoder.label if self.base else label_of(columns["label"], cells, data)
-        if self.base:
-            label.check_classes(cells)
+    def _labelled(self, rows: Rows, columns: Mapping[str, str]) -> tuple[Rows, Label, Array, Array | None]:
+        """Return the rows with a label and a weight above 0, the label, and their answers and weights. Raises
+        UserError if there are none."""
+        name, weights_B = columns["label"], None
+        cells = _single_values(rows, name, "label")
+        self._check_any(rows, cells.is_not_null().to_numpy(), "label", name, "value")
+        label = self.base.encoder.label if self.base else label_of(name, cells, self.data)
         answers_B = label.read(cells)
-        has_label_B, weights_B = ~np.isnan(answers_B), None
-        keep_B = has_label_B
+        keep_B = ~np.isnan(answers_B)
+        left_out = {f"without a value of {name!r}": int((~keep_B).sum())}
         if "weight" in columns:
             weights_B = _weights(rows, columns["weight"])
-            if not (keep_B := has_label_B & (weights_B > 0)).any():
-                raise UserError(
-                    f"data.weight={data.weight!r}: none of the {len(rows):,} rows of {data.path} has a "
-                    "weight above 0 in this column; name another one"
-                )
+            left_out["with a weight of 0"] = int((keep_B & (weights_B == 0)).sum())
+            keep_B &= weights_B > 0
+            self._check_any(rows, keep_B, "weight", columns["weight"], "weight above 0")
             weights_B = weights_B[keep_B]
-        skipped = int((~has_label_B).sum()), int((has_label_B & ~keep_B).sum())
-        return _Labels(replace(rows, kept_B=keep_B), label, answers_B[keep_B], weights_B, skipped)
+        notes = [
+            f"{counted(num, f'row {what} is', f'rows {what} are')} left out"
+            for what, num in left_out.items()
+            if num
+        ]
+        return replace(rows, kept_B=keep_B, notes=rows.notes + notes), label, answers_B[keep_B], weights_B
+
+    def _check_any(self, rows: Rows, found_B: Array, field: str, name: str, what: str) -> None:
+        if not found_B.any():
+            raise UserError(
+                f"data.{field}={name!r}: none of the {len(rows):,} rows of {self.data.path} has a {what} in "
+                "this column; name another one"
+            )
 
     def _fitted(
         self, rows: Rows, taken: Mapping[str, str], num_own: int, part_B: Array, progress: Progress
@@ -206,7 +194,7 @@ class TableSource(Source):
         are new. num_own: the first rows, of data.path."""
         data, fitted = self.data, list[_Fitted]()
         train_B, valid_B = (pl.Series(part_B == part) for part in (TRAIN, VALID))
-        given = {} if self.base else roles_given(rows.names, data, self.schema, taken, rows.header)
+        given = {} if self.base else roles_given(rows.names, data, self.schema, taken)
         before = {column.name: column for column in self.base.encoder.columns} if self.base else {}
         names = [name for name in rows.names if (name in before if self.base else name not in taken)]
         for number, name in enumerate(names):
@@ -215,11 +203,8 @@ class TableSource(Source):
             train = cells.filter(train_B)
             if name in before:
                 column, why = before[name], "as in data.base"
-            elif name in rows.index and "role" not in given[name]:
-                column, why = Column(name=name), "the index of the rows"
             else:
-                form = rows.forms.get(name, Form())
-                column, why = column_of(name, cells.head(num_own), train, given[name], data, form)
+                column, why = column_of(name, cells.head(num_own), train, given[name], data, rows.form)
                 if not why and column.role == "categorical" and train.dtype == pl.String:
                     why = remedy(name, train)
             one = _Fitted(column, why, _samples(train))
@@ -231,53 +216,47 @@ class TableSource(Source):
                 filled, unknown = column.unknown(*encoded([column], [held]))
                 one = replace(one, column=column.model_copy(update={"unseen": unknown / max(1, filled)}))
             if column.role == "bag":
-                lengths = items_of(cells, column.separator).list.len().fill_null(0)
-                longest = min(column.max_items, int(cast(int, lengths.max() or 0)))
-                one = replace(one, too_long=int((lengths > column.max_items).sum()), longest=longest)
+                lengths = items_of(cells, column.separator).list.len()
+                one = replace(one, longest=int(cast(int, lengths.max() or 0)))
             fitted.append(one)
         progress("encode columns", len(names), len(names))
         return fitted
 
     def _content(
         self,
-        labels: _Labels,
+        rows: Rows,
         fitted: list[_Fitted],
         encoder: Encoder,
         split_text: str,
+        arrays: dict[str, Array],
         parts: dict[str, Array],
     ) -> Content:
-        label, num_rows = labels.label, len(labels.rows)
-        labels_B = label.encoded(labels.answers_B)
-        sizes: dict[str, object] = {part: len(rows) for part, rows in parts.items()}
+        """Return what is saved. arrays: of all rows, beside the encoded ones. parts: numbers of rows."""
+        label = encoder.label
+        sizes: dict[str, object] = {part: len(numbers) for part, numbers in parts.items()}
         if label.task == "binary":
-            of_parts = {part: parts[rows] for part in _PARTS if (rows := f"{part}_rows") in parts}
-            sizes |= {f"{part}_label_rate": float(labels_B[r].mean()) for part, r in of_parts.items()}
-        num_bags, longest = len(encoder.bags), max(one.longest for one in fitted)
+            sizes["train_label_rate"] = float(arrays["labels_B"][parts["train_rows"]].mean())
+        num_bags = len(encoder.bags)
+        longest = max(min(one.longest, one.column.max_items) for one in fitted)
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-            "ids_BF": ((num_rows, len(encoder.id_columns) - num_bags), np.dtype(np.int32)),
-            "dense_BN": ((num_rows, len(encoder.dense)), np.dtype(np.float32)),
+            "ids_BF": ((len(rows), len(encoder.id_columns) - num_bags), np.dtype(np.int32)),
+            "dense_BN": ((len(rows), len(encoder.dense)), np.dtype(np.float32)),
         }
         if num_bags:
-            shapes["bags_BFL"] = ((num_rows, num_bags, longest), np.dtype(np.int32))
-        arrays = {"labels_B": labels_B}
-        if labels.weights_B is not None:
-            arrays["weights_B"] = labels.weights_B.astype(np.float32)
+            shapes["bags_BFL"] = ((len(rows), num_bags, longest), np.dtype(np.int32))
         info: dict[str, object] = {
             "columns": encoder.id_columns,
             "num_ids": [column["num_ids"] for column in encoder.id_columns],
             "num_dense": len(encoder.dense),
-            "dense": [name for name, _ in encoder.dense],
             "flags": [position for position, (_, is_flag) in enumerate(encoder.dense) if is_flag],
             "num_bags": num_bags,
             "inputs": encoder.names,
             "outputs": label.columns,
             **label.facts(),
         }
-        unseen = {column.name: column.unseen for column in encoder.columns if not column.scales}
         extra = {
             "base": str(self.base.prepared.path) if self.base else None,
-            "split": sizes | {"most_unseen": max(unseen.values(), default=0.0)},
-            "unseen": unseen,
+            "split": sizes,
             "columns": [{"name": one.column.name, "role": one.column.role} for one in fitted],
             "weight": self.data.weight,
         }
@@ -289,13 +268,13 @@ class TableSource(Source):
         return Content(
             arrays | parts,
             info,
-            _description(self.data, labels, fitted, encoder, split_text, sizes),
+            _description(self.data, rows, fitted, encoder, split_text, sizes),
             (*shapes, *arrays),
             extra,
-            labels.rows.rejected,
+            rows.rejected,
             save,
             shapes,
-            partial(_blocks, labels.rows, encoder, None, longest),
+            partial(_blocks, rows, encoder, None, longest),
         )
 
 
@@ -313,13 +292,6 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
     with reading_files():
         source.check()
     return source
-
-
-def _check_enough(rows: Rows, data: TableDataConfig) -> None:
-    """Raise UserError unless there are at least two rows."""
-    if len(rows) < 2:
-        held = "1 row" if len(rows) else f"{'a header and ' if rows.header else ''}no rows that can be read"
-        raise UserError(f"data.path={data.path}: has {held}; at least 2 are needed, one for validation")
 
 
 def _single_values(rows: Rows, name: str, field: str) -> pl.Series:
@@ -371,16 +343,15 @@ def _with_columns(rows: Rows, encoder: Encoder, taken: Mapping[str, str], data: 
 
 
 def _check_both_classes(label: Label, classes_B: Array, part_B: Array) -> None:
-    """Raise UserError unless both splits have rows of both classes."""
-    for part, number in (("training", TRAIN), ("validation", VALID), ("test", TEST)):
+    """Raise UserError unless all parts have rows of both classes."""
+    for part, number in _PARTS.items():
         found = np.bincount(classes_B[part_B == number].astype(np.int64), minlength=2)
-        if not found.all() and (found.any() or part != "test"):
-            only, rare = int(found.argmax()), int(found.argmin())
+        if found.any() and not found.all():
+            only, rare = label.classes[int(found.argmax())], int(found.argmin())
             raise UserError(
-                f"data.label={label.name}: all {found.sum():,} {part} rows are {label.classes[only]!r}; "
+                f"data.label={label.name}: all {found.sum():,} rows {PARTS[part]} are {only!r}; "
                 f"{label.classes[rare]!r} has {(classes_B == rare).sum():,} of {len(classes_B):,} rows, and "
-                "training and validation need at least one each (a test, too): add such rows, or change "
-                "data.split"
+                "each part needs one: add such rows, or change data.split"
             )
 
 
@@ -393,15 +364,15 @@ def _samples(train: pl.Series) -> list[str]:
 
 def _description(
     data: TableDataConfig,
-    labels: _Labels,
+    rows: Rows,
     fitted: list[_Fitted],
     encoder: Encoder,
     split_text: str,
     sizes: Mapping[str, Any],
 ) -> list[str]:
-    """Return a description of how a table was read, in lines for people. sizes: number of rows of each split,
+    """Return a description of how a table was read, in lines for people. sizes: number of rows of each part,
     and the share of positive labels."""
-    label, rows = labels.label, labels.rows
+    label = encoder.label
     origin = "set by data.task" if data.task != "auto" else "inferred; --data.task changes it"
     origin = "as in data.base" if data.base else origin
     how = "" if label.task == "binary" else f"{label.task} ({origin}): "
@@ -410,19 +381,15 @@ def _description(
         why = f"  ({one.reason})" if one.reason and ";" not in one.reason else ""
         column = one.column
         table.append([column.name, column.role, f"{column.num_ids:,}", f"{', '.join(one.samples)}{why}"])
-    counts = list[str]()
-    for part, verb in PARTS.items():
-        if f"{part}_rows" in sizes:
-            rate = sizes.get(f"{part}_label_rate")
-            rate = "" if rate is None else f" ({rate:.1%}{' positive' * (not counts)})"
-            number = f"{sizes[f'{part}_rows']:,}" if counts else counted(sizes["train_rows"], "row")
-            counts.append(f"{number} {verb}{rate}")
+    found = [part for part in PARTS if f"{part}_rows" in sizes]
+    counts = ", ".join(f"{sizes[f'{part}_rows']:,} rows {PARTS[part]}" for part in found)
+    rate = f" ({sizes['train_label_rate']:.1%} positive)" if label.task == "binary" else ""
     num_ids = sum(column["num_ids"] for column in encoder.id_columns)
     lines = [
         f"{data.path}: {counted(len(rows), 'row')}, label {label.name!r}: {how}{label.summary()}",
         *(f"  reading: {note}" for note in rows.notes),
         *(f"  {line}" for line in aligned(table)),
-        f"{', '.join(counts)}, {counted(num_ids, 'table row')}",
+        f"{counts}{rate}, {counted(num_ids, 'table row')}",
         split_text,
         # A reason with a semicolon names a remedy: it deserves a line of its own.
         *(f"  check {o.column.name}, {o.column.role}: {o.reason}" for o in fitted if ";" in o.reason),
@@ -430,21 +397,14 @@ def _description(
     new = sorted(((c.name, c.unseen) for c in encoder.columns), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"validation values without a training row: {shares}")
-    for one in fitted:
-        column = one.column
-        if column.has_ids and not len(column.learned) and not column.hash_buckets:
-            flag = as_flags({"data.ignore": [column.name]})
-            lines.append(f"{column.name}: hardly any value occurs twice, so all share one embedding; {flag}")
-        if one.too_long:
-            cells = counted(one.too_long, "cell holds", "cells hold")
+    for column, longest in ((one.column, one.longest) for one in fitted):
+        if column.has_ids and not len(column.learned):
+            lines.append(f"{column.name}: no value occurs {data.min_count} times, so all share one embedding")
+        if longest > column.max_items:
             lines.append(
-                f"{column.name}: {cells} more than {column.max_items} items; only the first "
-                f"{column.max_items} are used (max_items in schema.toml)"
+                f"{column.name}: a cell has {longest:,} items; only the first {column.max_items} of each are "
+                "used (max_items in schema.toml)"
             )
-    reasons = f"without a value of {label.name!r}", "with a weight of 0"
-    for skipped, what in zip(labels.skipped, reasons, strict=True):
-        if skipped:
-            lines.append(f"{counted(skipped, f'row {what} is', f'rows {what} are')} left out")
     lines.append(
         f"To change a column's role, name it with --data.{', --data.'.join(ROLE_FIELDS)}, or edit a copy of "
         "this folder's schema.toml and give it as --data.schema-file."

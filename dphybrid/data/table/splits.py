@@ -2,7 +2,7 @@
 some keys, or separate files. When a model is retrained, no row that it was trained on is for validation or
 test. Letters: B rows."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,9 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.encoder import Base, Encoder, old_ids, padded
+from dphybrid.data.table.encoder import Base, padded
 from dphybrid.data.table.kinds import form_as
-from dphybrid.data.table.values import PADDING_ID, Form, as_names, in_time
+from dphybrid.data.table.values import Form, as_names, in_time
 from dphybrid.util.errors import UserError, counted
 
 _BLOCK = 2**20
@@ -34,13 +34,12 @@ class RowSplit:
 
 
 def split_rows(
-    data: TableDataConfig, seed: int, part_B: Array, classes_B: Array, column: pl.Series | None, dates: str
+    data: TableDataConfig, seed: int, part_B: Array, classes_B: Array, column: pl.Series | None
 ) -> RowSplit:
     """Choose the rows of each part.
 
     part_B: TRAIN, or the part of the row's file. classes_B: classes by which random rows are stratified, so
-    that each gives its share. column: cells of data.split_column. dates: how its texts were read as dates.
-    Raises UserError if a part would be empty.
+    that each gives its share. column: cells of data.split_column. Raises UserError if a part would be empty.
     """
     part_B = part_B.copy()
     # Validation rows are chosen among these.
@@ -52,7 +51,7 @@ def split_rows(
         text = f"validation split: rows at random, by train.seed={seed}"
     else:
         own = column.filter(pl.Series(open_B))
-        held_B, text = _latest(data, own, dates) if data.split == "time" else _keys(data, seed, own)
+        held_B, text = _latest(data, own) if data.split == "time" else _keys(data, seed, own)
         part_B[open_B] = VALID * held_B
     if data.test_path is not None:
         text += f"; test part: the rows of {data.test_path}"
@@ -104,11 +103,10 @@ def latest_rows(times_B: Array, fraction: float) -> Array:
     return held_B
 
 
-def _latest(data: TableDataConfig, column: pl.Series, dates: str) -> tuple[Array, str]:
+def _latest(data: TableDataConfig, column: pl.Series) -> tuple[Array, str]:
     """Hold out the latest rows; return the mask (B,) and the line for the summary. Rows of one time stay
     together, and rows without a value are for training."""
-    field = f"data.split_column={data.split_column}"
-    times_B = in_time(column, field, "" if data.dateformat else dates)
+    times_B = in_time(column, f"data.split_column={data.split_column}")
     held_B = latest_rows(times_B, data.valid_fraction)
     first = column.filter(pl.Series(held_B)).min()
     text = (
@@ -152,7 +150,7 @@ def extended_split(
     keys_B = _row_keys(blocks, base.encoder.max_items)
     num_trained_B, num_kept_B = (_counts(keys_B, _part_keys(base, part)) for part in ("train", "valid"))
     # Of equal rows, the first ones are those that the base trained on, the next ones those that it held out.
-    before_B = _equal_before(keys_B)
+    before_B = pl.DataFrame({"key": keys_B}).select(pl.int_range(pl.len()).over("key")).to_series().to_numpy()
     seen_B = before_B < num_trained_B + num_kept_B
     kept_B = seen_B & (before_B >= num_trained_B)
     is_test_B = split.part_B == TEST
@@ -185,15 +183,6 @@ def extended_split(
     return RowSplit(part_B, text), np.flatnonzero(new_B)
 
 
-def unseen_rows(held: Base, trained: Base) -> Array:
-    """Return the mask (B,) of the validation rows of `held` on which `trained` was not trained. The encoder
-    of `held` must cover that of `trained`, in whose encoding the rows are compared."""
-    train_B, valid_B = (_part_keys(held, part, trained.encoder) for part in ("train", "valid"))
-    keys_B = np.concatenate([train_B, valid_B])
-    new_B = _equal_before(keys_B) >= _counts(keys_B, _part_keys(trained, "train"))
-    return new_B[len(train_B) :]
-
-
 def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     """Return hashes (B,) uint64 of the rows' ids, numbers, labels and bags: equal rows have equal keys.
     blocks: arrays of the rows by name. max_items: most items of a bag's cell."""
@@ -211,12 +200,6 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     return np.concatenate(keys)
 
 
-def _equal_before(keys_B: Array) -> Array:
-    """Return how many earlier rows equal each row (B,)."""
-    before = pl.DataFrame({"key": keys_B}).select(pl.int_range(pl.len()).over("key"))
-    return before.to_series().to_numpy()
-
-
 def _counts(keys_B: Array, among: Array) -> Array:
     """Return how many rows of `among` equal each row (B,)."""
     counts = pl.Series("key", among).value_counts(name="rows")
@@ -224,22 +207,9 @@ def _counts(keys_B: Array, among: Array) -> Array:
     return found["rows"].fill_null(0).cast(pl.Int64).to_numpy()
 
 
-def _part_keys(base: Base, part: str, within: Encoder | None = None) -> Array:
-    """Return the keys of the rows of a part of the base. within: an earlier encoder, in whose encoding the
-    rows are compared (None: the base's own)."""
+def _part_keys(base: Base, part: str) -> Array:
+    """Return the keys of the rows of a part of the base."""
     arrays, rows_B = base.prepared.arrays, base.prepared.arrays[f"{part}_rows"]
-    ids_of = old_ids(within, base.encoder) if within else []
-    num_bags = len(base.encoder.bags)
-
-    def blocks() -> Iterator[dict[str, Array]]:
-        for start in range(0, len(rows_B), _BLOCK):
-            rows = rows_B[start : start + _BLOCK]
-            found = {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
-            # The bags are the last id columns.
-            for place, ids in enumerate(ids_of, start=num_bags - len(ids_of)):
-                name = "ids_BF" if place < 0 else "bags_BFL"
-                own = found[name][:, place]
-                found[name][:, place] = np.where(own == PADDING_ID, PADDING_ID, ids[own])
-            yield found
-
-    return _row_keys(blocks(), max(base.encoder.max_items, within.max_items if within else 0))
+    names, starts = base.prepared.manifest.batch_arrays, range(0, len(rows_B), _BLOCK)
+    blocks = ({name: arrays[name][rows_B[start : start + _BLOCK]] for name in names} for start in starts)
+    return _row_keys(blocks, base.encoder.max_items)

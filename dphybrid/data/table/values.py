@@ -4,7 +4,7 @@ records) pass `typed` before anything else looks at them."""
 import ast
 import re
 from collections.abc import Collection
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -57,7 +57,7 @@ def type_of(dtype: pl.DataType) -> str:
     """Return the type of the values of a column; empty for types that are no single values."""
     if dtype.is_integer() or (isinstance(dtype, pl.Decimal) and dtype.scale == 0):
         return "whole"
-    if dtype.is_numeric() or dtype == pl.Duration:
+    if dtype.is_numeric():
         return "number"
     if dtype in (pl.Date, pl.Datetime):
         return "time"
@@ -110,8 +110,6 @@ def typed(cells: pl.Series, form: Form, no_value: Collection[str] | None = None)
 
 
 def _numbers(cells: pl.Series, form: Form) -> pl.Series:
-    if cells.dtype == pl.Duration:
-        return cells.dt.total_microseconds() / 1e6
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64, strict=False)
     texts = cells.str.replace(",", ".", literal=True) if form.comma else cells
@@ -189,19 +187,11 @@ def _list(text: str | None) -> list[str] | None:
     return [str(item) for item in found if item is not None] if isinstance(found, list) else [text]
 
 
-def is_either_order(times: pl.Series, dates: str) -> bool:
-    """Return whether dates of this format could also have day and month in the other order."""
-    if dates[:2] not in ("%d", "%m") or not times.dtype.is_temporal():
-        return False
-    return int(cast(int, times.dt.day().max() or 0)) <= 12
-
-
-def in_time(values: pl.Series, where: str, dates: str = "") -> Array:
+def in_time(values: pl.Series, where: str) -> Array:
     """Return for each value a number (B,) by which to sort, -inf for no value.
 
-    where: names the column, for the message. dates: the format of the column's texts, if it was inferred.
-    Raises UserError for values that have no order in time, for dates whose order of day and month is unknown,
-    and if all are missing.
+    where: names the column, for the message. Raises UserError for values that have no order in time, and if
+    all are missing.
     """
     known = with_gaps(values, None).drop_nulls()
     if not len(known):
@@ -211,11 +201,6 @@ def in_time(values: pl.Series, where: str, dates: str = "") -> Array:
         raise UserError(
             f"{where}: {known[0]!r} was not read as a number, date or time, so rows cannot be ordered by it; "
             "set data.dateformat, or name another column"
-        )
-    if is_either_order(known, dates):
-        raise UserError(
-            f"{where}: its dates can be read in two ways; set data.dateformat, such as {dates} if they are "
-            "written so"
         )
     form = Form(type="time", zone="UTC") if kind == "time" else Form(type="number")
     numbers_B: Array = typed(values, form).to_physical().cast(pl.Float64).fill_null(-np.inf).to_numpy()

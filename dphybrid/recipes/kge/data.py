@@ -19,8 +19,15 @@ from dphybrid.config.tables import DelimitedFiles, RowFiles
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, DrawnDataset, Draws, lists_of
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source
-from dphybrid.data.table.files import SUFFIXES, Rejected, check_rejected, names_of, read_rows
-from dphybrid.data.table.named import complete_rows, named_columns
+from dphybrid.data.table.files import (
+    SUFFIXES,
+    Rejected,
+    check_rejected,
+    complete_rows,
+    named_columns,
+    names_of,
+    read_rows,
+)
 from dphybrid.data.table.splits import random_rows
 from dphybrid.data.table.values import Form, as_names
 from dphybrid.recipes.kge import KgeDataConfig

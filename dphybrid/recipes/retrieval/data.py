@@ -19,9 +19,15 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import Content, Prepared, Progress, Source
-from dphybrid.data.table.files import Rejected, check_rejected, find_parts, partitions, read_rows
+from dphybrid.data.table.files import (
+    Rejected,
+    check_rejected,
+    complete_rows,
+    find_parts,
+    named_columns,
+    read_rows,
+)
 from dphybrid.data.table.kinds import form_as
-from dphybrid.data.table.named import complete_rows, named_columns
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, latest_rows, random_rows
 from dphybrid.data.table.values import Form, as_names, in_time, with_gaps
 from dphybrid.recipes.retrieval import RetrievalDataConfig
@@ -94,10 +100,9 @@ class _InteractionSource(Source):
 
     @property
     def options(self) -> dict[str, object]:
-        found = [partitions(file) for file in self.files]
         values = self.data.model_dump(mode="json", exclude={"path", "test_path"})
         values |= {"test_files": len(self.test_files)} if self.test_files else {}
-        return values | {"sample": not self.read_files, "partitions": found if any(found) else []}
+        return values | {"sample": not self.read_files}
 
     @property
     def num_test_digests(self) -> int:
@@ -114,8 +119,7 @@ class _InteractionSource(Source):
             forms |= {"user": Form(), "item": Form()}
         num_rows, times_N = len(rows), np.zeros(len(rows))
         if d.time is not None:
-            dates = "" if d.dateformat else forms[d.time].dates
-            times_N = in_time(rows[d.time], f"data.time={d.time!r}", dates)
+            times_N = in_time(rows[d.time], f"data.time={d.time!r}")
         part_N = np.where(self._held_out(rows[d.user], times_N), VALID, TRAIN)
         if self.test_files:
             named = d.named_columns[:2]
@@ -208,7 +212,7 @@ class _InteractionSource(Source):
         rows = read_rows(files, d, scratch, names, on_progress=progress)
         remedy = "name the columns with data.user, data.item and data.time"
         frame = named_columns(rows, names, f"data.path={d.path}: {files[0].name} has", remedy)
-        notes, used = list(rows.notes), {*rows.index, *(name for _, name in d.named_columns)}
+        notes, used = list(rows.notes), {name for _, name in d.named_columns}
         if unused := ", ".join(name for name in rows.names if name not in used):
             notes.append(f"not used: {unused}; every row counts as one interaction")
         for field, name in fields:
@@ -217,7 +221,7 @@ class _InteractionSource(Source):
                 raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
             if name not in forms:
                 role = "time" if name == d.time and cells.dtype.is_temporal() else "categorical"
-                forms[name] = form_as(role, with_gaps(cells, None), rows.forms.get(name, Form()))
+                forms[name] = form_as(role, with_gaps(cells, None), rows.form)
             if name != d.time:
                 frame = frame.with_columns(as_names(cells, forms[name]).alias(name))
         frame, rejected = complete_rows(rows, frame, [d.user, d.item])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.tables import PACKED
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source, source_digests
 from dphybrid.data.table.delimited import read_text
@@ -302,7 +301,7 @@ def _text_files(folder: Path) -> tuple[Path, ...]:
     files = tuple(
         folder / file
         for file in below
-        if file.name.lower().endswith(tuple(suffix + packed for suffix in _SUFFIXES for packed in PACKED))
+        if file.name.lower().endswith(_SUFFIXES)
         and not any(part in _NO_SOURCES or part.startswith(".") for part in file.parts[:-1])
     )
     if not files:
