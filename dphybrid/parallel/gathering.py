@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from dphybrid.parallel.nests import is_leaf
+from dphybrid.parallel.nests import attributes, is_leaf, with_attributes
 from dphybrid.util.errors import UserError, type_text
 
 
@@ -81,6 +81,8 @@ def _join_leaf(outputs: list[Any], target: torch.device, dim: int, sizes: Sequen
             "a PackedSequence has no batch dim to join on; unpack it inside the module (pad_packed_sequence "
             "with total_length)"
         )
+    if attributes(first) is not None:
+        return with_attributes(first, _join([attributes(output) for output in outputs], target, dim, sizes))
     raise _CannotJoin(
         f"{type_text(first)} cannot be joined over replicas; return tensors with the batch on dim {dim}"
     )

@@ -2,14 +2,17 @@
 rows, and refuses contents that cannot be split.
 
 Containers are those that torch's pytree knows (tuple, list, dict, named tuple, OrderedDict, defaultdict,
-deque, torch's return types, and every class registered with it, such as the model outputs of Hugging Face).
+deque, torch's return types, and every class registered with it, such as the model outputs of Hugging Face)
+and dataclasses.
 """
 
+import copy
+import dataclasses
 import gc
 import types
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,14 +23,14 @@ from torch.utils import _pytree as pytree
 from dphybrid.util.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Whole:
     """Marks a value (tensor, `Parts` or nest) that every replica gets unsplit, such as a (T, T) mask."""
 
     value: object
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
     """Marks a value that is split already: one tensor per used replica, on the replica's device, with as many
     rows as the replica's share. Only a region takes it; operations on the rows belong inside."""
@@ -50,14 +53,62 @@ def is_leaf(value: object) -> bool:
     return isinstance(value, PackedSequence)  # a named tuple
 
 
+def attributes(value: object) -> dict[str, object] | None:
+    """Return a dataclass object's attributes, also those that are not fields; None for another value."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, Whole | Parts | type):
+        return None
+    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return {name: getattr(value, name) for name in fields} | getattr(value, "__dict__", {})
+
+
+def with_attributes(value: object, changed: Mapping[str, object]) -> object:
+    """Return a copy of a dataclass object with other attributes. Its constructor does not run: a
+    `__post_init__` would compute from a share what it computed from the batch."""
+    new = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)
+    return new
+
+
+def flatten(value: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """Return a nest's leaves, and a function that returns such a nest with other leaves."""
+    outer, spec = pytree.tree_flatten(value, is_leaf)
+    parts = [_opened(leaf) for leaf in outer]
+
+    def rebuilt(leaves: Sequence[object]) -> Any:
+        rest = iter(leaves)
+        return pytree.tree_unflatten([made(list(islice(rest, len(held)))) for held, made in parts], spec)
+
+    return [leaf for held, _ in parts for leaf in held], rebuilt
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """Flatten what torch's pytree does not know: a dataclass by its attributes, all else as a leaf."""
+    if (held := attributes(value)) is None:
+        return [value], lambda leaves: leaves[0]
+    inner, made = flatten(held)
+    return inner, lambda leaves: with_attributes(value, made(leaves))
+
+
 def leaves(value: object) -> list[Any]:
     """Return everything in a nest that is not a container."""
-    return pytree.tree_leaves(value, is_leaf)
+    return flatten(value)[0]
+
+
+def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for everything in a nest that is not a container."""
+    for keys, leaf in pytree.tree_flatten_with_path(value, is_leaf)[0]:
+        where = path + pytree.keystr(keys)
+        if (inner := attributes(leaf)) is None:
+            yield where, leaf
+        else:
+            yield from named_leaves(inner, where)
 
 
 def map_leaves(function: Callable[[Any], object], value: object) -> Any:
-    """Return the nest with `function` applied to everything that is not a container."""
-    return pytree.tree_map(function, value, is_leaf=is_leaf)
+    """Return the nest with `function` applied to everything in it that is not a container."""
+    of_value, rebuilt = flatten(value)
+    return rebuilt([function(leaf) for leaf in of_value])
 
 
 def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
@@ -95,10 +146,10 @@ def batch_tensor(value: object) -> Tensor | Parts | None:
 
 def named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Any]]:
     """Yield (path used in messages, leaf) for a call's arguments: `input 0`, or the keyword."""
-    named = [(f"input {index}", value) for index, value in enumerate(args)]
-    for name, value in [*named, *kwargs.items()]:
-        for keys, leaf in pytree.tree_flatten_with_path(value, is_leaf)[0]:
-            yield name + pytree.keystr(keys), leaf
+    for index, value in enumerate(args):
+        yield from named_leaves(value, f"input {index}")
+    for name, value in kwargs.items():
+        yield from named_leaves(value, name)
 
 
 def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> int | None:
@@ -181,7 +232,7 @@ def _refuse_unsplittable(leaf: Any) -> None:
     held = [] if isinstance(leaf, no_data) else leaves(gc.get_referents(leaf))
     if isinstance(leaf, nn.Module) or any(isinstance(part, Tensor) for part in held):
         raise UserError(
-            f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list or "
-            "dict, register the class (torch.utils._pytree.register_dataclass, register_pytree_node), or "
-            "wrap what all replicas share in Whole(...)"
+            f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list, dict "
+            "or dataclass, register the class with torch.utils._pytree, or wrap what all replicas share in "
+            "Whole(...)"
         )

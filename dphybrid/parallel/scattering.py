@@ -12,10 +12,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_leaf, map_leaves, map_tensors
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, flatten, map_leaves, map_tensors
 from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError, type_text
 
@@ -23,7 +22,7 @@ DeviceNames = str | Devices | Sequence[int | str | torch.device]
 
 
 def scatter(inputs: object, devices: DeviceNames, dim: int = 0) -> list[Any]:
-    """Split every tensor of a nest (torch's pytrees) on `dim`; return one nest per used device.
+    """Split every tensor of a nest (pytrees, dataclasses) on `dim`; return one nest per used device.
 
     Every device gets all `Whole` values and everything that is not a tensor. Raises UserError for tensors
     with different numbers of rows, and for unknown containers of tensors.
@@ -47,11 +46,10 @@ def scatter_kwargs(
 def split(value: object, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
     """Split a value that `batch_rows` has checked; return one value per device. sizes: rows of each device. A
     tensor that is passed twice stays one tensor in each share."""
-    of_value, spec = pytree.tree_flatten(value, is_leaf)
+    of_value, rebuilt = flatten(value)
     unique = {id(leaf): leaf for leaf in of_value}
     parts_of = {key: _split_leaf(leaf, devices, sizes, dim) for key, leaf in unique.items()}
-    shares_of = ([parts_of[id(leaf)][j] for leaf in of_value] for j in range(len(devices)))
-    return [pytree.tree_unflatten(share, spec) for share in shares_of]
+    return [rebuilt([parts_of[id(leaf)][j] for leaf in of_value]) for j in range(len(devices))]
 
 
 def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:

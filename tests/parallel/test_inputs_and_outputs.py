@@ -1,5 +1,6 @@
 """Nested inputs and outputs of every kind reach the replicas and come back as they are without a split."""
 
+import dataclasses
 import types
 from typing import Any
 
@@ -93,3 +94,29 @@ def test_objects_without_tensors_reach_every_replica() -> None:
     plain.append(types.SimpleNamespace(a=1))
     DataParallel(Does(lambda x, found: (seen.append(found), x)[1]), "cpu*2")(torch.randn(14, 2), plain)
     assert all(a is b for found in seen for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dataclass_that_computes_from_the_batch_when_it_is_made(mode: Any) -> None:
+    @dataclasses.dataclass
+    class Normed:
+        x: Tensor
+        made: int = dataclasses.field(default=0, init=False)
+
+        def __post_init__(self) -> None:
+            self.x = self.x / self.x.sum()
+            self.first = self.x[:, :1]  # no field, and split all the same
+
+    batch = Normed(torch.rand(7, 3))
+    batch.made = 5
+
+    def read(b: Normed) -> Normed:
+        assert b.made == 5
+        assert torch.equal(b.first, b.x[:, :1])
+        b.made = None  # type: ignore[assignment] # a number cannot be joined
+        return b
+
+    out = Running(Does(read), "cpu*3", mode=mode)(batch)
+    assert torch.equal(out.x, batch.x)
+    assert torch.equal(out.first, batch.first)
+    assert batch.made == 5

@@ -5,7 +5,6 @@ import types
 from array import array
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,11 +35,6 @@ class Slotted:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-
-
-@dataclass
-class Fields:
-    x: Tensor
 
 
 class Batch(dict):  # type: ignore[type-arg]
@@ -106,7 +100,6 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: takes(row for row in X), "a generator can be read only once, by the first replica"),
     (lambda: takes(X.numpy()), "a ndarray is not split; give torch.from_numpy(...)"),
     (lambda: takes(Carrier(X)), "carries tensors that cannot be split"),
-    (lambda: takes(Fields(X)), "a Fields carries tensors ... register the class"),
     (lambda: takes(Batch(X)), "a Batch carries tensors that cannot be split ... register the class"),
     (lambda: computes(torch.sum), 'a 0-dim tensor has no dim 0 to join on ... reduction="none"'),
     (lambda: gives({"n": 1.0}, {"n": 2.0}), "output['n']: a float cannot be joined over replicas"),

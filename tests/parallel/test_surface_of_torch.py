@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import MappingKey, register_dataclass, register_pytree_node
+from torch.utils._pytree import MappingKey, register_pytree_node
 
 from dphybrid.parallel import (
     DataParallel,
@@ -119,9 +119,6 @@ class Pair(NamedTuple):
 class Slots:
     x: Tensor
     name: str | None = None
-
-
-register_dataclass(Slots)
 
 
 @dataclasses.dataclass
