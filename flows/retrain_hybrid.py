@@ -114,8 +114,7 @@ def _retrained(
 def _compared(model: str, run_name: str) -> State:
     """Compare challenger and present champion; promote the challenger or keep the champion."""
     settings = load_settings()
-    folder = str(settings.runs_dir / run_name)
-    return _decided(model, as_task("compare", lambda: judge(folder, settings)))
+    return _decided(model, as_task("compare", lambda: judge(str(settings.runs_dir / run_name), settings)))
 
 
 def _decided(model: str, decision: Decision) -> State:

@@ -186,13 +186,8 @@ def _help_row(name: str, field: FieldInfo, cls: type[Command]) -> str:
 
 def prefect_part(name: str) -> ModuleType:
     """Return the module `name` of `dphybrid.orchestration`. Imported by the commands that need Prefect when
-    they run, so that the others work without it. Raises UserError when Prefect cannot be imported."""
-    try:
-        return import_module(f"dphybrid.orchestration.{name}")
-    except ModuleNotFoundError:  # not installed: `run_cli` names the extra that installs it
-        raise
-    except ImportError as error:
-        raise UserError(f"Prefect cannot be imported ({error}); see `dphybrid doctor`") from error
+    they run, so that the others work without it; where it is not installed, `run_cli` names its extra."""
+    return import_module(f"dphybrid.orchestration.{name}")
 
 
 def run_cli(function: Callable[[], int | None]) -> int:

@@ -68,7 +68,7 @@ def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
     done = python("-m", "dphybrid", "doctor", ends=1, cwd=tmp_path, env=own)
     assert "BAD  Prefect's server cannot be imported: TypeError: Body() got" in done.stdout
     assert "pip install 'prefect>=" in done.stdout
-    assert "ok   MLflow server" in done.stdout
+    assert "ok   MLflow: embedded" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
