@@ -20,15 +20,15 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge
 from dphybrid.lifecycle.retrain import (
     Plan,
+    has_new_rows,
     plan_retraining,
-    reason_to_wait,
     retrained_model,
     retraining,
     stopped_retraining,
 )
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import ended, too_late, waiting
+from dphybrid.orchestration.queueing import ended, waiting
 from dphybrid.orchestration.steps import as_task, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG, find_tagged_run, read_run
@@ -45,11 +45,8 @@ def retrain_hybrid(
     recipe: str | None = None,
     devices: str | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
-    min_new_rows: int = 1,
     min_gain: float = 0.0,
     config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
-    event: str = "",
-    skip_if_late_min: float = 0,
 ) -> State:
     """Continue to train a registered model when data has arrived, and promote the result if it is better.
 
@@ -61,27 +58,20 @@ def retrain_hybrid(
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.
-        min_new_rows: Retrain only if there are at least this many new rows.
         min_gain: Promote if the whole 95 % interval of the metric's gain is above this.
         config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
-        event: Reason to retrain even without new data.
-        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
-    if late := too_late(skip_if_late_min):
-        return late
     with supervised() as stop, ExitStack() as held:
         chosen, run, settings = experiment(given), runtime.flow_run, load_settings()
         with waiting(run.id, stop, "the model", "WaitingForModel") as report:
             # From here on this is the only retraining of the model, until its decision.
             turn = retraining(retrained_model(chosen), settings, f"flow run {run.name}", stop, report)
             held.enter_context(turn)
-        return _retrained(chosen, stop, min_new_rows, min_gain, event)
+        return _retrained(chosen, stop, min_gain)
 
 
-def _retrained(
-    config: ExperimentConfig, stop: StopRequest, min_new_rows: int, min_gain: float, event: str
-) -> State:
+def _retrained(config: ExperimentConfig, stop: StopRequest, min_gain: float) -> State:
     settings, model, decided = load_settings(), retrained_model(config), None
     for run, decision in decide_waiting(settings, model):
         if isinstance(decision, Decision):
@@ -97,14 +87,14 @@ def _retrained(
         planned = Plan(config=begun.config, model=model, champion=begun.page.tags.get(CHAMPION_TAG, ""))
     else:
         # New data, and the champion to continue from.
-        planned = as_task("plan", lambda: plan_retraining(config, settings, event))
+        planned = as_task("plan", lambda: plan_retraining(config, settings))
         if planned.stop:
             return decided or ended("NothingNew", planned.stop)
         begun = stopped_retraining(planned.config, settings)
     if begun is None:
         prepared = as_task("prepare", lambda: str(prepare_data(planned.config, settings).data.path))
-        if planned.champion and (wait := reason_to_wait(prepared, min_new_rows, event)):
-            return decided or ended("NotEnoughNew", wait)
+        if planned.champion and not has_new_rows(prepared):
+            return decided or ended("NothingNew", "the data has changed, and no row is new")
     tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: str(min_gain)}
     resume = begun.folder.name if begun else None
     report = trained(planned.config, stop, resume=resume, tags=tags, prepared=prepared)
@@ -126,12 +116,8 @@ def _decided(model: str, decision: Decision) -> State:
 class _Flags(ExperimentCommand):
     """The flags of `python -m dphybrid.flows.retrain_hybrid`."""
 
-    min_new_rows: int = 1
-    """Retrain from this many new rows."""
     min_gain: float = 0.0
     """Promote if the gain's whole 95 % interval is above this."""
-    event: str = ""
-    """Reason to retrain even without new data."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -144,9 +130,7 @@ def main(argv: Sequence[str]) -> int:
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(
                 config=config.model_dump(exclude_unset=True),
-                min_new_rows=args.min_new_rows,
                 min_gain=args.min_gain,
-                event=args.event,
                 return_state=True,
             ).result(raise_on_failure=True)
         return 0

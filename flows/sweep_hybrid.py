@@ -1,18 +1,18 @@
-"""The flow `sweep-hybrid`: train a grid of values, or search among them, as many at once as the GPUs allow.
+"""The flow `sweep-hybrid`: train a grid of values, or search among them.
 
 The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Prefect.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
+from pydantic import Field
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import Sweep, failures, run_sweep
+from dphybrid.lifecycle.sweep import Sweep, run_sweep
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG
@@ -28,11 +28,9 @@ def sweep_hybrid(
     devices: str | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     sweep: str | None = None,
-    at_once: int = 0,
+    at_once: Annotated[int, Field(ge=0)] = 0,
     trials: int = 0,
-    prune: bool = True,
     config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
-    skip_if_late_min: float = 0,
 ) -> State:
     """Train every combination of the grid's values, or search among them.
 
@@ -46,25 +44,21 @@ def sweep_hybrid(
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.
         sweep: Name of the sweep; the name of an earlier one continues it. Empty: named by the flow run.
-        at_once: Trainings at the same time; 0: as many as there are free GPUs.
+        at_once: Trainings at the same time; 0: one for each GPU, at least one.
         trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
-        prune: End a search's training after an epoch in which it does worse than the median of the others.
         config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
-        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
-    if late := too_late(skip_if_late_min):
-        return late
     with supervised() as stop:
         settings = load_settings()
         # A flow run that was queued again continues its sweep.
         name = sweep or f"sweep-{str(runtime.flow_run.id)[:8]}"
-        chosen = Sweep(name, experiment(given), grid, trials, prune)
+        chosen = Sweep(name, experiment(given), grid, trials)
         show_run(str(runtime.flow_run.id), chosen.name, [chosen.config.recipe], "")
         tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
         results = run_sweep(chosen, settings, stop, at_once, tags)
         stop.obey("with runs left; they continue when the sweep does")
-        if failed := failures(results):
-            texts = "\n".join(failed.values())
+        if failed := [result.why for result in results if result.failed]:
+            texts = "\n".join(failed)
             return Failed(message=f"{len(failed)} of {len(results)} runs failed: {texts}")
         return Completed(message=f"{len(results)} runs trained, with the tag {SWEEP_TAG}={chosen.name}")

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_command
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.util.importing import kept_from_gc
 
@@ -34,8 +32,7 @@ def train_hybrid(
     run_name: str | None = None,
     resume: str | None = None,
     config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
-    skip_if_late_min: float = 0,
-) -> "Report | State":
+) -> "Report":
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
 
     Args:
@@ -49,11 +46,8 @@ def train_hybrid(
         run_name: Name of the run; empty: the flow run's name.
         resume: `latest`, or a run's name: continue from its newest checkpoint.
         config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
-        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
-    if late := too_late(skip_if_late_min):
-        return late
     with supervised() as stop:
         # Imported only here, in the running and supervised flow run: on a busy machine this takes long, and a
         # run that stays pending for two minutes is queued again.
@@ -73,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
             done = train_hybrid.with_options(log_prints=False)(
                 config=config.model_dump(exclude_unset=True), run_name=args.run_name, resume=args.resume
             )
-        assert not isinstance(done, State)  # only a scheduled run can be skipped
         if args.report is not None:
             done.write(args.report)
         return 0

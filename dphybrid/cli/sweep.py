@@ -5,7 +5,7 @@ examples:
   %(prog)s --data.path clicks.csv --data.label clicked --trials 30 --sweep clicks
       --grid '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "model.dim": [8, 16, 32]}'
 
-Each run is a separate process; as many run at once as the GPUs allow, or one on the CPU. To continue a sweep,
+Each run is a separate process; one runs at a time for each GPU, or one on the CPU. To continue a sweep,
 repeat the command with its --sweep NAME. Its record is Optuna's study, sweeps/NAME/study.journal of the data
 folder.
 """
@@ -33,21 +33,19 @@ class Flags(ExperimentCommand):
     """The values of each field, such as '{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'."""
     trials: int | None = Field(default=None, ge=1)
     """Search with Optuna, N runs in all; a field may then have a range {low, high, log or step}."""
-    no_prune: bool = False
-    """Train each run of a search to its end."""
     sweep: str | None = None
     """Name of the sweep; an existing one is continued."""
-    at_once: int = 0
-    """Runs at the same time (0: as many as the GPUs allow)."""
+    at_once: int = Field(default=0, ge=0)
+    """Runs at the same time (0: one for each GPU, at least one)."""
 
     def run(self) -> int:
         """Run a sweep; return 1 when a run failed, else 0."""
         grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
         name = _new_name() if self.sweep is None else self.sweep
-        from dphybrid.lifecycle.sweep import Sweep, failures, run_sweep
+        from dphybrid.lifecycle.sweep import Sweep, run_sweep
 
-        sweep = Sweep(name, config, grid, self.trials or 0, not self.no_prune)
+        sweep = Sweep(name, config, grid, self.trials or 0)
         with stop_signals(stop):
             results = run_sweep(sweep, settings, stop, self.at_once)
         for result in results:
@@ -56,7 +54,7 @@ class Flags(ExperimentCommand):
         print(f"Study: {sweep.folder(settings) / 'study.journal'}")
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
-        return 1 if failures(results) else 0
+        return 1 if any(result.failed for result in results) else 0
 
 
 def _new_name() -> str:

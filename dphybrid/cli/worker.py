@@ -1,7 +1,7 @@
 """Start a worker that takes runs from a Prefect work pool, and can be stopped without losing a training.
 
-On Ctrl-C or SIGTERM it takes no more runs; those that it has write checkpoints and return to the queue. With
---wait they finish first, unless a second signal comes. A third signal kills them.
+On Ctrl-C or SIGTERM it takes no more runs; those that it has write checkpoints and return to the queue. A
+third signal kills them.
 """
 
 import socket
@@ -22,10 +22,8 @@ class Flags(Command):
     """Runs at once (default: one for each GPU that answers, at least one)."""
     queue: list[str] | None = None
     """Queue to take runs from; may be repeated (default: its own, urgent, any, night)."""
-    wait: bool = False
-    """On the first signal, let runs finish."""
 
     def run(self) -> int:
         """Run the worker until signals stop it."""
-        code: int = prefect_part("worker").run(self.pool, self.name, self.limit, self.queue, self.wait)
+        code: int = prefect_part("worker").run(self.pool, self.name, self.limit, self.queue)
         return code

@@ -59,12 +59,10 @@ class Settings(BaseSettings):
     do not count."""
     gpu_ignore: str = "Xorg,Xwayland,gnome-shell"
     """Commands whose processes on a GPU are ignored, separated by commas."""
-    yield_to_others: Literal["never", "ask", "always"] = "ask"
-    """When training gives its GPUs back to others: never; ask: when someone runs `dphybrid devices --ask N`,
-    or memory runs out; always: also when another process appears on them."""
     training_hours: str = ""
     """When training may use GPUs, in this machine's local time: `20:00-08:00`, `mon-fri 19:00-07:30, sat,
-    sun`. Empty: always."""
+    sun`. Empty: always. A run gives its GPUs back at their end, and when someone runs `dphybrid devices --ask
+    N`."""
     nvml: str = "pynvml"
     """Module with NVML's functions. The GPUs of any module other than pynvml are simulated: virtual devices
     on the CPU."""

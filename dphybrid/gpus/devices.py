@@ -1,7 +1,7 @@
 """Lease the GPUs that a device text asks for, and give them back.
 
-A run waits for its GPUs and then sees them as `cuda:0`, `cuda:1`, ... While it trains, a thread watches them,
-and asks the run to stop when others need them.
+A run waits for its GPUs and then sees them as `cuda:0`, `cuda:1`, ... While it trains, a thread asks it to
+stop when somebody asks for them, and at the end of training hours.
 """
 
 import os
@@ -14,27 +14,13 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus.inventory import (
-    GIB,
-    LOOK_EVERY_S,
-    REAL_NVML,
-    Gpu,
-    Inventory,
-    describe_process,
-    foreign_processes,
-    visible,
-    why_cpu,
-)
+from dphybrid.gpus.inventory import LOOK_EVERY_S, REAL_NVML, Gpu, Inventory, visible, why_cpu
 from dphybrid.gpus.leases import Lease, Wanted, acquire, asked_by
 from dphybrid.parallel import before_cuda_starts, resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.stop import StopRequest, watching
-
-_SQUEEZE_SHARE = 0.02
-"""A run gives way when another process is on its GPU and less than this share of the memory is free: soon one
-of the two would run out of memory."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,6 @@ class _LeasedDevices:
 
     text: str
     lease: Lease | None = None
-    inventory: Inventory | None = None
 
     @property
     def tags(self) -> dict[str, str]:
@@ -62,20 +47,6 @@ def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
     if not units or why_not:
         return resolve_devices(spec.text).text
     return _text(spec, range(_wanted(spec, units, settings).most), settings)
-
-
-def num_at_once(configs: Sequence[ExperimentConfig], settings: Settings) -> int:
-    """Return how many of these runs can train at the same time: the number of GPUs divided by the fewest that
-    one of them needs; 1 on the CPU."""
-    inventory, fewest, count = Inventory(settings.nvml), 0, 0
-    for config in configs:
-        spec = _wanted_spec(config, settings)
-        units, why_not = _usable(spec, inventory, settings)
-        if not units or why_not:
-            return 1
-        most = _wanted(spec, units, settings).most
-        fewest, count = min(fewest or most, most), len(units)
-    return count // fewest
 
 
 def _wanted_spec(config: ExperimentConfig, settings: Settings) -> DeviceSpec:
@@ -174,7 +145,7 @@ def leased_devices(
         try:
             simulated = settings.nvml != REAL_NVML
             numbers = range(len(lease.gpus)) if simulated else _show_to_torch(lease.gpus)
-            yield _LeasedDevices(_text(spec, numbers, settings), lease, inventory)
+            yield _LeasedDevices(_text(spec, numbers, settings), lease)
         finally:  # a later run of this process can choose among all GPUs again
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             if before is not None:
@@ -213,58 +184,25 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
 
 @contextmanager
 def giving_way(devices: _LeasedDevices, settings: Settings, stop: StopRequest) -> Iterator[None]:
-    """While the block runs, ask its run to stop and to be queued again if `reason_to_yield` finds a reason
-    twice in a row.
-
-    Not at the first time: programs that only query a GPU appear on it for a moment.
-    """
-    if devices.lease is None:
+    """While the block runs, ask its run to stop and to be queued again once `reason_to_yield` finds a
+    reason."""
+    lease = devices.lease
+    if lease is None:
         yield
         return
-    before: str | None = None
 
     def look() -> bool:
-        nonlocal before
-        reason, last = reason_to_yield(devices, settings, datetime.now()), before
-        before = reason
-        if not (reason and last):
-            return False
-        stop.ask(reason, requeue=True)
-        return True
+        reason = reason_to_yield(lease, settings, datetime.now())
+        if reason:
+            stop.ask(reason, requeue=True)
+        return reason is not None
 
     with watching(look, LOOK_EVERY_S, "dphybrid-giving-way"):
         yield
 
 
-def reason_to_yield(devices: _LeasedDevices, settings: Settings, now: datetime) -> str | None:
-    """Return why the GPUs should be given back at this moment, or None.
-
-    Reasons are the end of training hours; unless `yield_to_others` is `never`, a request, and another process
-    that leaves too little memory; with `always`, any other process.
-    """
-    if devices.lease is None or devices.inventory is None:
-        return None
+def reason_to_yield(lease: Lease, settings: Settings, now: datetime) -> str | None:
+    """Return why the GPUs should be given back at this moment, or None."""
     if closed := parse_training_hours(settings.training_hours).closed_reason(now):
         return f"the end of training hours ({closed})"
-    if settings.yield_to_others == "never":
-        return None
-    if asked := asked_by(devices.lease):
-        return asked
-    units = {unit.uuid: unit for unit in devices.inventory.read()}
-    for gpu in devices.lease.gpus:
-        if gpu.uuid in units and (reason := _crowding_reason(units[gpu.uuid], settings)):
-            return reason
-    return None
-
-
-def _crowding_reason(gpu: Gpu, settings: Settings) -> str | None:
-    # NVML reports processes of other containers by pids that mean nothing here: such a pid may even be this
-    # process, seen from outside. So only processes whose owner is known count.
-    others = [process for process in foreign_processes(gpu, settings) if process.owner]
-    if not others:
-        return None
-    if settings.yield_to_others == "always":
-        return f"{gpu.label}: {describe_process(others[0])}"
-    if gpu.free_bytes < _SQUEEZE_SHARE * gpu.total_bytes:
-        return f"{gpu.label}: {gpu.free_bytes / GIB:.1f} GiB left beside {describe_process(others[0])}"
-    return None
+    return asked_by(lease)

@@ -81,10 +81,8 @@ class Inventory:
         try:
             return self._limited()
         except TimeoutError:
-            self.reason, self.broken = (
-                f"NVML: has not answered for {NVML_LIMIT_S:g} s; see `nvidia-smi`",
-                True,
-            )
+            self.reason = f"NVML: has not answered for {NVML_LIMIT_S:g} s; see `nvidia-smi`"
+            self.broken = True
             return ()
 
     def _read(self) -> tuple[Gpu, ...]:
@@ -147,12 +145,6 @@ def _process(pid: int, memory_bytes: int | None) -> Process:
         return Process(pid, memory_bytes)
 
 
-def foreign_processes(gpu: Gpu, settings: Settings) -> list[Process]:
-    """Return the processes on a GPU that this process did not start and DPHYBRID_GPU_IGNORE does not name."""
-    ignored = [name.strip() for name in settings.gpu_ignore.split(",")]
-    return [p for p in gpu.processes if p.command not in ignored and not p.is_own]
-
-
 def describe_process(process: Process) -> str:
     """Return `38.0 GiB taken by ann since 09:12 (python, pid 4711)`."""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes / GIB:.1f} GiB"
@@ -195,7 +187,9 @@ def busy_reason(gpu: Gpu, settings: Settings) -> str | None:
     """Return why a GPU is not free at this moment, or None. Does not look at leases; see `find_holder`."""
     if gpu.fault:
         return f"{gpu.label}: {gpu.fault}"
-    if foreign := foreign_processes(gpu, settings):
+    ignored = [name.strip() for name in settings.gpu_ignore.split(",")]
+    foreign = [process for process in gpu.processes if process.command not in ignored and not process.is_own]
+    if foreign:
         return f"{gpu.label}: " + ", ".join(describe_process(process) for process in foreign)
     # Without the rights to see other users' or containers' processes, only the used memory gives them away.
     if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:

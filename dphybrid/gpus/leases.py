@@ -196,8 +196,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     handle = os.open(_lock_file(folder, gpu.uuid), os.O_WRONLY | os.O_APPEND | NO_LINK)
     os.write(handle, f"\n{user_name(os.getuid())}".encode())
     os.close(handle)
-    asked = "asked to give way (it will unless its DPHYBRID_YIELD_TO_OTHERS is never)"
-    return f"{gpu.label} is {holder.text()}; {asked}"
+    return f"{gpu.label} is {holder.text()}; asked to give way"
 
 
 def asked_by(lease: Lease) -> str | None:

@@ -29,7 +29,7 @@ from dphybrid.run.folder import Run, changed_values, retrainings
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.record import last_status
 from dphybrid.training.checkpoint import read_state
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder
 from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest
@@ -112,12 +112,9 @@ def read_holder(lock: Path) -> str:
     return ""
 
 
-def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "") -> Plan:
+def plan_retraining(config: ExperimentConfig, settings: Settings) -> Plan:
     """Find out whether data has arrived since the newest version was trained, and which weights to start
-    from.
-
-    event: a reason to retrain even without new data. Raises UserError for a config that cannot be retrained.
-    """
+    from. Raises UserError for a config that cannot be retrained."""
     model = retrained_model(config)
     recipe = find_recipe(config.recipe)
     if not recipe.tabular:
@@ -130,7 +127,7 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     if newest is None:
         return plan
     digest = source_digest(recipe.source(config.data, config.train.seed))
-    nothing_new = not event and newest.run_tags.get("dphybrid.source_digest") == digest
+    nothing_new = newest.run_tags.get("dphybrid.source_digest") == digest
     # The data of a challenger that was not compared has not been used yet.
     nothing_new &= not newest.decision.startswith(f"kept: {NOT_COMPARED}")
     if champion is None:
@@ -182,10 +179,7 @@ def stopped_retraining(config: ExperimentConfig, settings: Settings) -> Run | No
     return None
 
 
-def reason_to_wait(prepared: str, min_new_rows: int, event: str = "") -> str | None:
-    """Return why there are too few new rows to retrain, or None. min_new_rows: how many are needed. event: a
-    reason to retrain with fewer."""
-    arrays = open_prepared(Path(prepared)).arrays
-    if event or "new_rows" not in arrays or len(arrays["new_rows"]) >= max(1, min_new_rows):
-        return None
-    return f"{counted(len(arrays['new_rows']), 'new row')}, min_new_rows is {max(1, min_new_rows)}"
+def has_new_rows(prepared: str) -> bool:
+    """Return whether prepared data has rows that its base lacks; data without a base is new."""
+    new_rows = open_prepared(Path(prepared)).arrays.get("new_rows")
+    return new_rows is None or len(new_rows) > 0

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,7 +28,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.gpus.devices import expected_devices, num_at_once
+from dphybrid.gpus.devices import expected_devices
+from dphybrid.gpus.inventory import Inventory, visible
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import check_run_name
@@ -67,15 +67,14 @@ class Result:
     pruned: bool = False
 
     @property
+    def failed(self) -> bool:
+        return self.report is None and not self.pruned
+
+    @property
     def row(self) -> dict[str, Any]:
         """The run as a row of a table: its values, and its metrics or why there are none."""
         more = {**self.report.metrics, "url": self.report.run_url} if self.report else {"failed": self.why}
         return {"run": self.name, **self.values, "failed": "", **more}
-
-
-def failures(results: Sequence[Result]) -> dict[str, str]:
-    """Return by name why runs failed. Runs that a search pruned did not fail."""
-    return {result.name: result.why for result in results if result.report is None and not result.pruned}
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,14 @@ class Sweep:
         grid: Field -> a list of values; in a search also a range {"low": 0.001, "high": 0.1, "log": true}. If
             both ends are integers, so are the values; "step" spaces them evenly.
         trials: Number of trainings of a search, including those before the sweep was continued; 0: all
-            combinations of the grid.
-        prune: In a search, end a training after an epoch in which it does worse than the median of the others
-            at that epoch.
+            combinations of the grid. A search ends a training after an epoch in which it does worse than the
+            median of the others at that epoch.
     """
 
     name: str
     config: ExperimentConfig
     grid: Mapping[str, Any]
     trials: int = 0
-    prune: bool = True
 
     def folder(self, settings: Settings) -> Path:
         """Return the folder of the sweep's study and logs."""
@@ -128,23 +125,18 @@ class Sweep:
             space[name.replace("-", "_")] = values
         return space
 
-    def runs(self) -> dict[str, dict[str, str]]:
-        """Return the values of each run of the grid by its name, the last field changing fastest; of a
-        search, one for each choice and end of a range. Raises UserError for too many combinations, and for a
-        name that is too long."""
+    def cells(self) -> list[dict[str, str]]:
+        """Return the values of each run of the grid, the last field changing fastest; of a search, one for
+        each choice and end of a range. Raises UserError for too many combinations."""
         choices = {field: _choices(values) for field, values in self.space().items()}
         if self.trials:
-            return {f"{field}={v}": {field: v} for field, texts in choices.items() for v in texts}
+            return [{field: text} for field, texts in choices.items() for text in texts]
         if (count := math.prod(map(len, choices.values()))) > _MAX_RUNS:
             raise UserError(f"grid: {count:,} combinations, at most {_MAX_RUNS} are allowed")
-        runs = dict[str, dict[str, str]]()
-        for number, combination in enumerate(itertools.product(*choices.values()), start=1):
-            values = dict(zip(choices, combination, strict=True))
-            # Zero-padded numbers, so that names sort in the grid's order.
-            name = f"{self.name}-{number:0{len(str(count))}d}{_suffix(values, choices)}"
-            check_run_name(name, "--sweep: its run")
-            runs[name] = values
-        return runs
+        return [dict(zip(choices, texts, strict=True)) for texts in itertools.product(*choices.values())]
+
+    def run_name(self, number: int) -> str:
+        return f"{self.name}-{number:03d}"
 
     def config_of(self, values: Mapping[str, object], settings: Settings) -> ExperimentConfig:
         """Return the config of a run with these values. Raises UserError for unknown fields, values that are
@@ -166,16 +158,6 @@ def _choices(values: BaseDistribution) -> list[str]:
     return [flag_text(values.low), flag_text(values.high)]
 
 
-def _suffix(values: Mapping[str, str], choices: Mapping[str, Sequence[str]]) -> str:
-    """Return the end of a run's name, made of the values that vary: `-cpux8-batch_size512-lr0.01`."""
-    words = [
-        ("" if name == "devices" else name.rpartition(".")[2]) + value.replace("*", "x")
-        for name, value in values.items()
-        if len(choices[name]) > 1
-    ]
-    return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word)}" for word in words)[:80]
-
-
 def run_sweep(
     sweep: Sweep, settings: Settings, stop: StopRequest, at_once: int = 0, tags: Mapping[str, str] = {}
 ) -> list[Result]:
@@ -186,22 +168,22 @@ def run_sweep(
     another process, and for one that was begun with other values.
 
     Args:
-        at_once: How many runs train at once; 0: as many as GPUs allow.
+        at_once: How many runs train at once; 0: one for each GPU, at least one.
         tags: More tags of each run.
     """
     check_run_name(sweep.name, "--sweep")
-    if at_once < 0:
-        raise UserError(f"at_once={at_once}: give the number of runs, or 0 for as many as GPUs allow")
-    runs = sweep.runs()
-    configs = [sweep.config_of(values, settings) for values in runs.values()]
-    count, folder = sweep.trials or len(runs), sweep.folder(settings)
-    workers = at_once or min(count, num_at_once(configs, settings))
+    cells = sweep.cells()
+    configs = [sweep.config_of(values, settings) for values in cells]
+    count, folder = sweep.trials or len(cells), sweep.folder(settings)
+    workers = at_once or max(1, len(visible(Inventory(settings.nvml).read())))
     make_folder(folder)
     with holding(folder, "--sweep {}: runs in another process; wait for its end, or stop it first"):
-        task, digest = _measured(configs, settings)
-        study = _opened(sweep, folder / "study.journal", task, digest)
+        first, recipe = configs[0], find_recipe(configs[0].recipe)
+        data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
+        task = recipe.task_of(first, data.info)
+        study = _opened(sweep, folder / "study.journal", task, data.digest)
         print(f"Sweep {sweep.name}: {counted(count, 'run')}, {workers} at once; logs in {folder}", flush=True)
-        left = count - _queued(study, {} if sweep.trials else runs)
+        left = count - _queued(study, sweep, [] if sweep.trials else cells)
 
         def train() -> None:
             if not stop.pending:
@@ -218,23 +200,6 @@ def run_sweep(
         return _results(study, folder, f"not run, {stop.reason}" if stop.pending else "not run")
 
 
-def _measured(configs: Sequence[ExperimentConfig], settings: Settings) -> tuple[Task, str]:
-    """Return the task that measures all runs, and the digest of the first one's data. Raises UserError if
-    their data or recipes are measured by several metrics."""
-    found = dict[tuple[object, ...], tuple[Task, str]]()
-    for config in configs:
-        recipe = find_recipe(config.recipe)
-        key = config.recipe, config.data.model_dump_json(), config.train.seed
-        if key not in found:
-            data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
-            found[key] = recipe.task_of(config, data.info), data.digest
-    tasks = {(task.metric, task.higher_is_better): task for task, _ in found.values()}
-    if len(tasks) > 1:
-        metrics = " and ".join(metric for metric, _ in tasks)
-        raise UserError(f"grid: its runs are measured by {metrics}; give values with one deciding metric")
-    return next(iter(found.values()))
-
-
 def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna.Study:
     """Return the sweep's study. Raises UserError if it was begun with other values."""
     if journal.is_file() and not (content := journal.read_bytes()).endswith(b"\n"):
@@ -247,7 +212,7 @@ def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna
             storage=JournalStorage(JournalFileBackend(str(journal))),
             # A median of fewer than three runs means nothing, and a first epoch says little about a run.
             pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1)
-            if sweep.trials and sweep.prune
+            if sweep.trials
             else optuna.pruners.NopPruner(),
             direction="maximize" if task.higher_is_better else "minimize",
             load_if_exists=True,
@@ -260,9 +225,7 @@ def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna
     # the values of its first trials again.
     study.sampler = optuna.samplers.TPESampler(seed=sweep.config.train.seed + len(study.trials))
     now = {name: flag_text(v) for name, v in flatten(sweep.config.model_dump(mode="json")).items()}
-    now = {name: text for name, text in now.items() if name not in sweep.space()}
-    now |= {f"grid {name}": json.dumps(values) for name, values in sweep.grid.items()}
-    now |= {"kind": "search" if sweep.trials else "grid", "data digest": data_digest}
+    now |= {"grid": json.dumps(sweep.grid), "kind": "search" if sweep.trials else "grid", "data": data_digest}
     begun = study.user_attrs.get("begun", now)
     changed = [
         f"{name}: {begun.get(name, 'not given')} -> {now.get(name, 'not given')}"
@@ -283,16 +246,19 @@ def _last_trials(study: optuna.Study) -> dict[str, FrozenTrial]:
     return {trial.user_attrs[_RUN]: trial for trial in study.trials if _RUN in trial.user_attrs}
 
 
-def _queued(study: optuna.Study, runs: Mapping[str, Mapping[str, str]]) -> int:
+def _queued(study: optuna.Study, sweep: Sweep, cells: Sequence[Mapping[str, str]]) -> int:
     """Queue the runs of a grid, and again those that failed or whose process was killed; return how many runs
     have ended."""
     # Optuna never ends the trials of a killed process.
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
     known = _last_trials(study)
-    for name, values in ({name: trial.params for name, trial in known.items()} | dict(runs)).items():
-        if name not in known or known[name].state == TrialState.FAIL:
-            study.enqueue_trial(dict(values), {_RUN: name})
+    wanted = {name: trial.params for name, trial in known.items() if trial.state == TrialState.FAIL}
+    for number, values in enumerate(cells, start=1):
+        if sweep.run_name(number) not in known:
+            wanted[sweep.run_name(number)] = dict(values)
+    for name, values in wanted.items():
+        study.enqueue_trial(values, {_RUN: name})
     return sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in known.values())
 
 
@@ -304,7 +270,7 @@ def _train(
     task: Task,
     tags: Mapping[str, str],
 ) -> None:
-    name = trial.user_attrs.get(_RUN) or f"{sweep.name}-{trial.number + 1:03d}"
+    name = trial.user_attrs.get(_RUN) or sweep.run_name(trial.number + 1)
     trial.set_user_attr(_RUN, name)
     checkpoints, seen, pruned = settings.runs_dir / name / "checkpoints", 0, False
 
@@ -312,7 +278,7 @@ def _train(
         """Report the validation metric of each new epoch; return whether to prune the run."""
         nonlocal seen, pruned
         # suppress: the run may have just removed this checkpoint; the next call reads a newer one
-        with suppress(UserError, FileNotFoundError, IndexError):
+        with suppress(UserError, FileNotFoundError, LookupError):
             history = read_state(complete_checkpoints(checkpoints)[-1]).progress.history
             for epoch, row in enumerate(history[seen:], start=seen + 1):
                 trial.report(row[VALIDATION + task.metric], epoch)
@@ -323,6 +289,8 @@ def _train(
     try:
         config = sweep.config_of(trial.params, settings)
         report = train_apart(name, config, sweep.folder(settings), settings, tags, stop, is_worse)
+        if task.metric not in report.metrics:
+            raise RunFailed(f"{name} is not measured by {task.metric}, as the first run is; sweep it alone")
     except RunFailed as failure:
         trial.set_user_attr(_WHY, f"pruned after epoch {seen}" if pruned else str(failure))
         trial.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)

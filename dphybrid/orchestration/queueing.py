@@ -1,4 +1,4 @@
-"""The states of a flow run that waits for GPUs, gives way, is late or is queued again, as Prefect shows them.
+"""The states of a flow run that waits for GPUs, gives way or is queued again, as Prefect shows them.
 
 A run whose process died is queued again by its worker, which sees the process end. If the worker or the whole
 machine died, too, the next worker on that machine queues it again, or any worker of the pool once Prefect's
@@ -26,7 +26,6 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectAlreadyExists, PrefectException
 from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
@@ -39,8 +38,6 @@ from dphybrid.util.stop import StopRequest
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
-WAITED = "DPHYBRID_WAITED"
-"""Environment variable of a run's process: set if its worker left it in the queue while no GPU was free."""
 OWNER_LABEL = "dphybrid.home"
 """Label of a flow run: the last start of it: the name of its worker's process and a token. A process that
 reads a different value no longer owns the run."""
@@ -73,7 +70,7 @@ REFUSED = (*UNREACHABLE, PrefectException)
 """What a call raises that could not do its work, for whatever reason."""
 DELETED = "the flow run was deleted"
 
-ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted")
+ENDINGS = ("NothingNew", "Kept", "Promoted")
 """Names of the final states that dphybrid adds to Prefect's own. The automation for dead machines lists them
 all: a run that ended in an unlisted state would count as silent."""
 
@@ -278,31 +275,3 @@ class LostRuns:
         if run.state.message != SILENT or since_s < _OBJECTION_S:
             return None  # the run itself crashed, or was queued too often; or it may live
         return state_after_death(run, SILENT)
-
-
-def too_late(limit_min: float) -> State | None:
-    """Return the final state SkippedLate if a schedule planned this run more than `limit_min` minutes ago, or
-    None. 0: no limit. A run that its worker left in the queue because no GPU was free is not late.
-
-    When a worker comes back, Prefect starts a run for every missed time of a schedule; one is enough.
-    """
-    context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    if (
-        not limit_min
-        or run is None
-        or not run.auto_scheduled
-        or run.expected_start_time is None
-        or run.start_time is None
-        or run.run_count > 1  # it started in time and was queued again
-        or WAITED in os.environ
-    ):
-        return None
-    late_min = (run.start_time - run.expected_start_time).total_seconds() / 60
-    if late_min <= limit_min:
-        return None
-    text = (
-        f"planned for {run.expected_start_time:%Y-%m-%d %H:%M} UTC, {late_min:.0f} minutes ago; "
-        f"skip_if_late_min is {limit_min:g}"
-    )
-    return ended("SkippedLate", text)

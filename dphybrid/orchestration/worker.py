@@ -2,17 +2,15 @@
 training.
 
 On SIGTERM (`systemctl stop`, a new release) or Ctrl-C it takes no more runs and asks its runs to write a
-checkpoint and go back to the queue. With --wait it lets them finish, and a second signal asks them to stop. A
-third signal kills everything at once. Prefect's own worker kills its runs within a second and leaves them
-`Running` for ever. This worker also queues runs again whose process or machine died
-(`dphybrid.orchestration.queueing`).
+checkpoint and go back to the queue. A third signal kills everything at once. Prefect's own worker kills its
+runs within a second and leaves them `Running` for ever. This worker also queues runs again whose process or
+machine died (`dphybrid.orchestration.queueing`).
 """
 
 import asyncio
 import logging
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -29,7 +27,6 @@ from prefect.settings import (
     PREFECT_WORKER_QUERY_SECONDS,
     temporary_settings,
 )
-from prefect.states import Failed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.config.settings import Settings, load_settings
@@ -41,7 +38,6 @@ from dphybrid.orchestration.queueing import (
     SILENT_FOR,
     STARTED_BY,
     UNREACHABLE,
-    WAITED,
     LostRuns,
     one_death_more,
     reaching_server,
@@ -64,7 +60,6 @@ _QUERY_S, _HEARTBEAT_S = 2, 60
 _LOOK_EVERY_S = 0.5
 _LOOK_FOR_LOST_EVERY_S = 20.0
 _ASK_AGAIN_S = 10.0
-_LOAD = "import sys; from prefect.flows import load_flow_from_entrypoint as load; load(sys.argv[1])"
 _log = logging.getLogger("prefect.worker.dphybrid")
 
 
@@ -85,8 +80,6 @@ with warnings.catch_warnings():
             self.inventory = Inventory(load_settings().nvml)
             self.without_gpu = set[UUID]()
             self.num_left = 0
-            self.waited = set[UUID]()
-            """The runs that the worker has left in the queue once, because no GPU was free."""
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
             if self.draining:
@@ -120,8 +113,6 @@ with warnings.catch_warnings():
                 elif room > 0:
                     taken.append(entry)
                     room -= 1
-                else:
-                    self.waited.add(entry.flow_run.id)
             num_left = len(flow_run_response) - len(taken)
             if num_left and not self.num_left:
                 _log.info(
@@ -148,8 +139,6 @@ with warnings.catch_warnings():
         ) -> ProcessWorkerResult:
             started_by = f"{process_name()} {uuid4()}"
             configuration.env |= {STARTED_BY: started_by}
-            if flow_run.id in self.waited:
-                configuration.env |= {WAITED: "1"}
             await self.client.update_flow_run_labels(flow_run.id, {OWNER_LABEL: started_by})
             if not wants_gpu(flow_run, load_settings()):
                 self.without_gpu.add(flow_run.id)
@@ -172,13 +161,6 @@ with warnings.catch_warnings():
                 if status == 0 or now.labels.get(OWNER_LABEL) != started_by or now.state is None:
                     return True  # ended well, or another process owns the run by now
                 state = state_after_death(now, f"its process died ({status})")
-                if state is not None and status > 0 and now.deployment_id is not None:
-                    # It ended by itself, perhaps before the flow began.
-                    deployment = await self.client.read_deployment(now.deployment_id)
-                    reason = (
-                        "" if deployment.pull_steps else await _why_not_loaded(deployment.entrypoint or "")
-                    )
-                    state = Failed(message=reason) if reason else state
                 if state is not None:
                     await self.client.update_flow_run_labels(flow_run.id, one_death_more(now))
                     await self.client.set_flow_run_state(flow_run.id, state, force=True)
@@ -197,18 +179,6 @@ with warnings.catch_warnings():
         @property
         def num_running(self) -> int:
             return int(self.limiter.borrowed_tokens)
-
-
-async def _why_not_loaded(entrypoint: str) -> str:
-    """Return why a process cannot load a flow, or ""."""
-    loading = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _LOAD, entrypoint),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, told = await loading.communicate()
-    reason = told.decode(errors="replace").strip().rpartition("\n")[2]
-    return f"entrypoint {entrypoint!r}: {reason}" if loading.returncode else ""
 
 
 async def make_queues(pool: str, hosts: Sequence[str], new_pool: bool = False) -> list[str]:
@@ -241,7 +211,7 @@ async def make_queues(pool: str, hosts: Sequence[str], new_pool: bool = False) -
     return wanted
 
 
-async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
+async def work(worker: DrainingWorker, pool: str) -> int:
     """Run the worker until it is asked to stop and its runs have ended; return the exit code."""
     requests, asked = 0, set[int]()
     loop = asyncio.get_running_loop()
@@ -256,12 +226,8 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
             _signal_runs(signal.SIGKILL)
         elif not worker.num_running:
             print("Stopping", flush=True)
-        elif requests == 1 + wait:
+        elif requests == 1:
             print(f"Stopping: {runs} will write a checkpoint and go back to the queue", flush=True)
-        elif wait:
-            print(
-                f"Stopping after the end of {runs}; a second signal asks for checkpoints instead", flush=True
-            )
         else:  # the runs are not signalled again: a second SIGTERM ends a training without a checkpoint
             print(f"Still stopping: waiting for {runs}; a third signal kills without checkpoints", flush=True)
 
@@ -277,7 +243,7 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
                 await asyncio.sleep(_LOOK_EVERY_S)
                 # At every turn, not once: the process of a run that was just taken may start after the
                 # signal.
-                if requests > wait:
+                if requests:
                     asked |= _signal_runs(signal.SIGTERM, asked)
                 if worker.draining and not worker.num_running:
                     break
@@ -306,14 +272,13 @@ def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
     return signalled
 
 
-def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None, wait: bool) -> int:
+def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None) -> int:
     """Run a worker; return the exit code.
 
     Args:
         limit: How many runs may train at once; None: one for each GPU that answers, at least one. The rest
             would wait here, and be ahead of an urgent run that comes later.
         queues: The queues to serve; None: its own and the shared ones.
-        wait: At the first signal, let the runs finish.
     """
     # Only defaults: a user's own settings win. The runs' processes inherit them.
     with temporary_settings(
@@ -342,4 +307,4 @@ def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None, w
             follows_gpus=limit is None,
             create_pool_if_not_found=False,
         )
-        return asyncio.run(work(worker, pool, wait))
+        return asyncio.run(work(worker, pool))

@@ -78,7 +78,6 @@ class Team:
             "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{self.folder}",
             "DPHYBRID_NVML": "tests.fake_nvml",
             "DPHYBRID_LEASE_DIR": str(self.leases),
-            "DPHYBRID_YIELD_TO_OTHERS": "always",
         }
         server = {
             "PREFECT_API_URL": self.api,

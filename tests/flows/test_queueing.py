@@ -1,54 +1,24 @@
-"""Late runs, the order of queues, and what a worker's machine knows of its runs."""
+"""What a worker's machine knows of its runs, how a worker ends, and the check of deployments."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from prefect.context import FlowRunContext
 
 from dphybrid.orchestration import worker
 from dphybrid.orchestration.checking import PACKAGED
-from dphybrid.orchestration.queueing import STARTED_BY, WAITED, too_late
+from dphybrid.orchestration.queueing import STARTED_BY
 from dphybrid.orchestration.setup import check
 from dphybrid.util.alive import process_name
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
-
-
-@pytest.mark.parametrize(
-    ("late_min", "limit_min", "auto", "count", "skipped"),
-    [
-        (200, 180, True, 1, True),
-        (170, 180, True, 1, False),
-        (200, 0, True, 1, False),  # no limit
-        (200, 180, False, 1, False),  # somebody asked for it
-        (200, 180, True, 2, False),  # it began in time and goes on now
-    ],
-)
-def test_scheduled_runs_that_come_too_late_are_left_out(
-    late_min: int, limit_min: int, auto: bool, count: int, skipped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    when = datetime.now(UTC) - timedelta(minutes=late_min)
-    run = SimpleNamespace(auto_scheduled=auto, expected_start_time=when, run_count=count)
-    run.start_time = when + timedelta(minutes=late_min)
-    monkeypatch.setattr(FlowRunContext, "get", classmethod(lambda cls: SimpleNamespace(flow_run=run)))
-    state = too_late(limit_min)
-    assert (state is not None) == skipped
-    if state is not None:
-        assert state.is_completed()
-        assert state.name == "SkippedLate"
-        assert "200 minutes ago" in (state.message or "")
-    monkeypatch.setenv(WAITED, "1")  # the GPUs were busy, say
-    assert too_late(limit_min) is None
-
 
 _RUN = """
 import os, signal, sys, time
@@ -82,9 +52,8 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
 _CHILD = "trap 'exit 3' TERM; echo; while :; do sleep 0.05; done"
 
 
-@pytest.mark.parametrize("wait", [False, True])
 def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_signal(
-    wait: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker, "_LOOK_EVERY_S", 0.05)
     started: list[subprocess.Popen[bytes]] = []
@@ -101,23 +70,20 @@ def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_sig
     async def start() -> None:
         begin(_CHILD)
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.sleep(0.3) if wait else await ends(0)
-        begin(_CHILD)  # of a run that was being taken at the signal
-        await asyncio.sleep(0.3) if wait else await ends(1)
-        assert [run.poll() is None for run in started] == [wait, wait]
-        os.kill(os.getpid(), signal.SIGINT)
         await ends(0)
+        begin(_CHILD)  # of a run that was being taken at the signal
         await ends(1)
         begin("trap '' TERM; echo; while :; do sleep 0.05; done")
-        await asyncio.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
         await ends(2)
         one.num_running = 0
         await asyncio.sleep(60)
 
     one = SimpleNamespace(name="one", start=start, num_running=1, draining=False)
     try:
-        assert asyncio.run(worker.work(one, "gpu", wait)) == 0  # type: ignore[arg-type]
+        assert asyncio.run(worker.work(one, "gpu")) == 0  # type: ignore[arg-type]
         assert [run.returncode for run in started] == [3, 3, -signal.SIGKILL]
     finally:
         for run in started:
@@ -132,12 +98,12 @@ def test_deployments_are_checked_with_their_schedules(
     check(None)
     assert capsys.readouterr().out.count(": valid\n") == 4 + 3
     for before, after, words in (
-        ("skip_if_late_min: 120", "skip_if_late_min: soon", "train-hybrid.*skip_if_late_min"),
-        ("skip_if_late_min: 120", "skip_if_late: 120", "train-hybrid.*skip_if_late"),
+        ("keep_days: 30", "keep_days: soon", "clean-up.*keep_days"),
+        ("keep_days: 30", "keep_day: 30", "clean-up.*keep_day"),
         ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly: timezone: .*[Tt]ime ?zone"),
         ('"30 3 * * *"', '"30 33 * * *"', "retrain-hybrid, schedule nightly: cron: Invalid cron string"),
         ("recipe: ctr", "config: {train: {epochs: -1}}", "deployment retrain-hybrid: .*epochs"),
-        ("skip_if_late_min: 180", "overrides: [train.epoch=1]", "deployment retrain-hybrid: .*epoch"),
+        ("recipe: ctr", "overrides: [train.epoch=1]", "deployment retrain-hybrid: .*epoch"),
         ('"auto*1", "auto*2"]', '"auto*1", "gpu2"]', "sweep-hybrid: .*gpu2"),
         ("slug: weekly", "slug: weekly\n        parameters: {days: 3}", "clean-up, schedule weekly: .*days"),
         ("active: false", "active: true", "retrain-hybrid, schedule nightly: register_as is not set"),

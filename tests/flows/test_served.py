@@ -138,7 +138,7 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deploy
     assert f"Deployments, as in {PACKAGED}" in deployed
     assert "machine died': unchanged" in deployed
     automations = [page["name"] for page in team.post("/automations/filter", {})]
-    assert sorted(automations) == ["dphybrid: notice runs whose machine died", "retrain-on-new-data"]
+    assert automations == ["dphybrid: notice runs whose machine died"]
     queues = sorted(team.post("/work_pools/gpu/queues/filter", {}), key=lambda queue: queue["priority"])
     hosts, shared = ["three", "one", "two"], ["urgent", "any", "night"]
     by_priority = [queue["name"] for queue in queues if queue["name"] in hosts + shared]

@@ -67,37 +67,17 @@ def test_device_texts_become_leases_and_what_torch_calls_them(
         assert (devices.text, devices.lease) == ("cpu", None)
 
 
-def test_reasons_to_give_way_follow_the_policy(
-    machine: Path,
-    stranger: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    noon = datetime.fromisoformat("2026-11-24 12:00")
-    ways = ("never", "ask", "always")
-    settings = {way: load_settings().model_copy(update={"yield_to_others": way}) for way in ways}
-    with leased_devices(config("auto*2"), settings["ask"], run="night") as devices:
-
-        def reasons() -> list[str | None]:
-            return [reason_to_yield(devices, settings[way], noon) for way in ways]
-
-        assert reasons() == [None, None, None]
-        ours, theirs = gpu(0, processes=[[os.getpid(), 60]], free_gib=20), gpu(2, processes=[[stranger, 70]])
-        write_state(machine, [ours, gpu(1), theirs])
-        assert reasons() == [None, None, None]  # our own process, and one on a GPU that is not ours
-        write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 30]], free_gib=40), gpu(2)])
-        assert reasons()[:2] == [None, None]
-        assert str(reasons()[2]).startswith("GPU 1: 30.0 GiB taken by ")
-        write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 30]], free_gib=0.5), gpu(2)])
-        assert reasons()[0] is None
-        assert str(reasons()[1]).startswith("GPU 1: 0.5 GiB left beside 30.0 GiB taken by ")
-        write_state(machine, [gpu(number) for number in range(3)])
-        ask_for(load_settings().lease_dir, devices.lease.gpus[1])
-        assert reasons()[0] is None
-        assert "asked for GPU 1" in str(reasons()[1])
-        hours = settings["never"].model_copy(update={"training_hours": "20:00-08:00"})
+def test_a_run_gives_way_on_request_and_at_the_end_of_training_hours(machine: Path) -> None:
+    noon, settings = datetime.fromisoformat("2026-11-24 12:00"), load_settings()
+    hours = settings.model_copy(update={"training_hours": "20:00-08:00"})
+    with leased_devices(config("auto*2"), settings, run="night") as devices:
+        lease = devices.lease
+        assert reason_to_yield(lease, settings, noon) is None
         ended = "the end of training hours (training hours begin at 20:00)"
-        assert reason_to_yield(devices, hours, noon) == ended
-        assert reason_to_yield(devices, hours, noon.replace(hour=23)) is None
+        assert reason_to_yield(lease, hours, noon) == ended
+        assert reason_to_yield(lease, hours, noon.replace(hour=23)) is None
+        ask_for(settings.lease_dir, lease.gpus[1])
+        assert "asked for GPU 1" in str(reason_to_yield(lease, settings, noon))
 
 
 class Driver:
@@ -184,24 +164,17 @@ def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[
 
 
 @pytest.mark.nightly
-def test_a_run_gives_its_gpu_to_a_foreign_process_and_goes_on_with_the_same_bits(
-    machine: Path,
-    tmp_path: Path,
-    stranger: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("DPHYBRID_YIELD_TO_OTHERS", "always")
+def test_a_run_gives_way_on_request_and_goes_on_with_the_same_bits(machine: Path, tmp_path: Path) -> None:
     free, folder = [gpu(number) for number in range(2)], tmp_path / "leases"
     write_state(machine, free)
     command(*words(tmp_path, "undisturbed", 10))
     log = tmp_path / "polite.log"
     polite = train(tmp_path, "polite", 10, log)
     wait_until(lambda: b"epoch 2/10" in log.read_bytes(), "it trains")
-    write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
+    command("devices", "--ask", "1")
     assert polite.wait(patience(120)) == os.EX_TEMPFAIL, log.read_text()
     assert "Continue with `dphybrid train --resume polite`" in log.read_text()
     assert [find_holder(folder, unit["uuid"]) for unit in free] == [None, None]
-    write_state(machine, free)
     command("train", "--tracking", "none", "--resume", "polite", "--report", f"{tmp_path / 'polite'}.json")
     one, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("undisturbed", "polite"))
     assert one["digests"] == other["digests"]

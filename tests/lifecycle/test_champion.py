@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import polars as pl
@@ -20,7 +21,7 @@ import dphybrid
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle import champion
+from dphybrid.lifecycle import champion, retrain
 from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, open_registry
 from dphybrid.lifecycle.retrain import plan_retraining, retraining
 from dphybrid.recipes.configs import apply_overrides, build_config
@@ -90,7 +91,7 @@ class Shop:
         assert self.registry.champion(name).number == "1"
 
     def plan(self, name: str, how: str) -> tuple[Any, str, str]:
-        planned = plan_retraining(config(self.days, name, how), self.settings, event="test")
+        planned = plan_retraining(config(self.days, name, how), self.settings)
         return planned, how, self.registry.champion(name).run_id
 
     def train(self, name: str, planned: tuple[Any, str, str]) -> Run:
@@ -128,6 +129,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, folder / "data")
         patch.setattr(champion, "_NUM_RESAMPLES", 50)
+        patch.setattr(retrain, "source_digest", lambda _: uuid4().hex)  # the data is always new
         stores.put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
         (folder / "days").mkdir()
         day(1, range(6)).write_parquet(folder / "days" / "1.parquet")
@@ -325,7 +327,7 @@ def test_a_copied_data_folder_is_whole_by_itself(shop: Shop, tmp_path: Path) -> 
         settings = load_settings()
         assert find_checkpoint(run, settings).is_relative_to(tmp_path / "copy")
         assert dphybrid.load(run).predict(rows).tolist() == before
-        plan = plan_retraining(config(shop.days, "copied", GOOD), settings, event="test")
+        plan = plan_retraining(config(shop.days, "copied", GOOD), settings)
         for place in (plan.config.data.base, plan.config.train.warm_start):
             assert Path(str(place)).is_relative_to(tmp_path / "copy")
         resumed = read_run(settings.runs_dir / run, settings)
