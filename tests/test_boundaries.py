@@ -21,7 +21,7 @@ CHAINS: dict[str, list[tuple[str, set[str]]]] = {
         ("dphybrid.config.settings", SETTINGS),
         ("dphybrid.cli.main", SETTINGS),
         ("dphybrid.lifecycle.cleanup", SETTINGS),  # `dphybrid runs`
-        # the temporary server starts while the rest is imported, and in a process of its own
+        # Prefect's server is imported only where a temporary one starts
         ("flows.train_hybrid", {"prefect", "rich"} | SETTINGS),
     ],
     "models": [

@@ -8,7 +8,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
 from dphybrid.cli.main import main
-from dphybrid.orchestration.embedded import in_this_process, start_server, stop_server, wait_for
+from dphybrid.orchestration.embedded import in_this_process, start_server
 from tests.conftest import LONG
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, Team
@@ -41,11 +41,10 @@ def _temporary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     put_database("prefect", database)
     own = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
     with temporary_settings(own, restore_defaults={PREFECT_API_URL}):
-        server, address = start_server()
-    wait_for(server, address)
-    yield address
+        server = start_server()
+    yield server.api_url
     APILogHandler().flush()  # or this process would send its last lines to a stopped server for minutes
-    stop_server(server)
+    server.stop()
 
 
 @pytest.fixture

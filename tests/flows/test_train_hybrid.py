@@ -19,13 +19,14 @@ import httpx
 import psutil
 import pytest
 from prefect.events.worker import EventsWorker
+from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_SERVER_DATABASE_CONNECTION_URL,
     temporary_settings,
 )
 
-from dphybrid.orchestration import embedded, supervised
+from dphybrid.orchestration import supervised
 from dphybrid.run import job
 from dphybrid.util.stop import StopRequest
 from flows import train_hybrid
@@ -40,14 +41,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command("prepare", "--recipe", "toy")
-    servers, start = list["subprocess.Popen[bytes]"](), embedded.start_server
-
-    def start_noted() -> "tuple[subprocess.Popen[bytes], str]":
-        server, address = start()
-        servers.append(server)
-        return server, address
-
-    monkeypatch.setattr(embedded, "start_server", start_noted)
+    monkeypatch.setattr(SubprocessASGIServer, "_instances", {})  # without that of other tests
     database = tmp_path / "prefect.db"
     put_database("prefect", database)
     EventsWorker.drain_all()  # that of an earlier flow would send to the server of that flow
@@ -56,7 +50,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
         argv = ["--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json")]
         assert train_hybrid.main(argv) == 0
         EventsWorker.drain_all()
-    embedded.stop_server(servers[0])  # as it ends with its process; it writes the events first
+    SubprocessASGIServer().stop()  # as it ends with its process; it writes the events first
     out, err = capfd.readouterr()
     assert "Let's use 3 devices!\ntrain.check_split: the same results split and on one device\n" in out
     assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in out
@@ -130,6 +124,18 @@ def run_until_signalled(
             os.killpg(child.pid, signal.SIGKILL)
 
 
+def servers(folder: Path) -> list[psutil.Process]:
+    """The temporary servers whose database is in this folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environment = process.info["environ"] or {}
+        if "uvicorn" in (process.info["cmdline"] or []) and environment.get("PREFECT_HOME", "").startswith(
+            str(folder)
+        ):
+            found.append(process)
+    return found
+
+
 NOISE = ("Crash detected", "Error logging to API", "EventsWorker", "Traceback")
 
 
@@ -141,8 +147,9 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(
     code, shown = run_until_signalled(tmp_path, options, signal.SIGINT)
     assert code == 130
     assert shown.count("stopped by Ctrl-C after step") == 1
-    for noise in NOISE:
+    for noise in (*NOISE, "temporary server"):
         assert noise not in shown
+    assert not servers(tmp_path)
     (folder,) = (tmp_path / "data" / "runs").iterdir()
     assert train_hybrid.main([*options, "--train.epochs", "3", "--resume"]) == 0
     assert f"Resuming from {folder}" in capsys.readouterr().out
@@ -169,8 +176,8 @@ def test_a_full_disk_is_told_without_a_traceback_of_its_task(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "signalled"),
-    [(signal.SIGHUP, os.killpg), (signal.SIGTERM, os.killpg), (signal.SIGTERM, os.kill)],
-    ids=["closed", "service", "kill"],
+    [(signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)],
+    ids=["closed", "kill"],
 )
 @pytest.mark.nightly
 def test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise(
@@ -201,28 +208,3 @@ def test_threads_ask_the_server_of_their_flow(monkeypatch: pytest.MonkeyPatch) -
     ):
         wait_until(lambda: len(asked) > 1, "the server was asked twice")
     assert set(asked) == {"http://127.0.0.1:9/api"}
-
-
-def test_a_process_that_ends_with_its_parent_ends_when_that_is_killed() -> None:
-    code = (
-        "import subprocess, time; from dphybrid.orchestration.embedded import _end_with_parent; "
-        "child = subprocess.Popen(['sleep', '600'], preexec_fn=_end_with_parent); "
-        "print(child.pid, flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as parent:
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    wait_until(
-        lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child has ended", 30
-    )
-
-
-@pytest.mark.nightly
-def test_a_server_that_cannot_start_is_told(tmp_path: Path) -> None:
-    env = environment(tmp_path)  # which puts a database in place
-    (tmp_path / "prefect" / "prefect.db").write_bytes(b"this is not a database")
-    flow = [sys.executable, "-m", "flows.train_hybrid", "--recipe", "toy", "--devices", "cpu"]
-    done = subprocess.run(flow, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=env)
-    assert done.returncode == 2
-    assert "error: Prefect's temporary server does not start" in done.stderr
