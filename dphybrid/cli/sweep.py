@@ -54,7 +54,7 @@ class Flags(ExperimentCommand):
         print(f"Study: {sweep.folder(settings) / 'study.journal'}")
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
-        return 1 if any(result.failed for result in results) else 0
+        return 1 if any(result.why_failed for result in results) else 0
 
 
 def _new_name() -> str:

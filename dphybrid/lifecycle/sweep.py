@@ -6,7 +6,6 @@ goes on from it. The folder also holds a log of each training. Only this module 
 """
 
 import itertools
-import json
 import math
 import os
 import signal
@@ -26,7 +25,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.devices import expected_devices
 from dphybrid.gpus.inventory import Inventory, visible
@@ -57,24 +56,11 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run of a sweep. values: its values by field. report: None without a result; why: the
-    reason. pruned: the search ended it early, which is no failure."""
+    """What became of a run of a sweep. row: its name, values and metrics, or why there are none, for a table.
+    why_failed: "" if it was trained, or if the search ended it early, which is no failure."""
 
-    name: str
-    values: dict[str, str]
-    report: Report | None = None
-    why: str = ""
-    pruned: bool = False
-
-    @property
-    def failed(self) -> bool:
-        return self.report is None and not self.pruned
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The run as a row of a table: its values, and its metrics or why there are none."""
-        more = {**self.report.metrics, "url": self.report.run_url} if self.report else {"failed": self.why}
-        return {"run": self.name, **self.values, "failed": "", **more}
+    row: dict[str, Any]
+    why_failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,20 +93,19 @@ class Sweep:
             )
         space = dict[str, BaseDistribution]()
         for name, given in self.grid.items():
-            shown = f"grid: {name} = {dict(given) if isinstance(given, Mapping) else repr(given)}"
-            if isinstance(given, Mapping) and self.trials:
+            shown = f"grid: {name} = {given!r}"
+            values: BaseDistribution
+            if isinstance(given, dict) and self.trials:
                 whole = isinstance(given.get("low"), int) and isinstance(given.get("high"), int)
-                values: BaseDistribution
                 try:
                     values = IntDistribution(**given) if whole else FloatDistribution(**given)
                 except (ValueError, TypeError) as error:
                     remedy = "give low and high, and optionally log or step"
                     raise UserError(f"{shown}: {error}; {remedy}") from error
-            elif isinstance(given, str) or not isinstance(given, Sequence) or not given:
-                ranges = ", or low and high" if self.trials else "; a range needs --trials"
-                raise UserError(f"{shown}; give a list of values{ranges}")
-            else:
+            elif isinstance(given, list) and given:
                 values = CategoricalDistribution(list(dict.fromkeys(map(flag_text, given))))
+            else:
+                raise UserError(f"{shown}; give a list of values, or with --trials a range with low and high")
             # The names of the config, as of MLflow's params: a field may be given as `train.batch-size`.
             space[name.replace("-", "_")] = values
         return space
@@ -178,10 +163,8 @@ def run_sweep(
     workers = at_once or max(1, len(visible(Inventory(settings.nvml).read())))
     make_folder(folder)
     with holding(folder, "--sweep {}: runs in another process; wait for its end, or stop it first"):
-        first, recipe = configs[0], find_recipe(configs[0].recipe)
-        data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
-        task = recipe.task_of(first, data.info)
-        study = _opened(sweep, folder / "study.journal", task, data.digest)
+        task, digest = _prepared(configs, settings)
+        study = _opened(sweep, folder / "study.journal", task, digest)
         print(f"Sweep {sweep.name}: {counted(count, 'run')}, {workers} at once; logs in {folder}", flush=True)
         left = count - _queued(study, sweep, [] if sweep.trials else cells)
 
@@ -198,6 +181,21 @@ def run_sweep(
                 stop.ask("the end of the sweep", signal.SIGTERM)  # the other runs end, too
                 raise
         return _results(study, folder, f"not run, {stop.reason}" if stop.pending else "not run")
+
+
+def _prepared(configs: Sequence[ExperimentConfig], settings: Settings) -> tuple[Task, str]:
+    """Prepare the data of all runs; return the task that measures them, and the digest of the first one's
+    data. Raises UserError if several metrics measure them."""
+    found = list[tuple[Task, str]]()
+    distinct = {(each.recipe, each.data.model_dump_json(), each.train.seed): each for each in configs}
+    for config in distinct.values():
+        recipe = find_recipe(config.recipe)
+        data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
+        found.append((recipe.task_of(config, data.info), data.digest))
+    if len(metrics := {task.metric for task, _ in found}) > 1:
+        several = " and ".join(sorted(metrics))
+        raise UserError(f"grid: its runs are measured by {several}; give values with one deciding metric")
+    return found[0]
 
 
 def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna.Study:
@@ -224,20 +222,13 @@ def _opened(sweep: Sweep, journal: Path, task: Task, data_digest: str) -> optuna
     # A new sampler starts its random numbers from the seed; with the same one, a continued search would draw
     # the values of its first trials again.
     study.sampler = optuna.samplers.TPESampler(seed=sweep.config.train.seed + len(study.trials))
-    now = {name: flag_text(v) for name, v in flatten(sweep.config.model_dump(mode="json")).items()}
-    now |= {"grid": json.dumps(sweep.grid), "kind": "search" if sweep.trials else "grid", "data": data_digest}
-    begun = study.user_attrs.get("begun", now)
-    changed = [
-        f"{name}: {begun.get(name, 'not given')} -> {now.get(name, 'not given')}"
-        for name in sorted(begun.keys() | now.keys())
-        if begun.get(name) != now.get(name)
-    ]
-    if changed:
+    now = [sweep.config.model_dump(mode="json"), dict(sweep.grid), bool(sweep.trials), data_digest]
+    if study.user_attrs.setdefault("begun", now) != now:
         raise UserError(
-            f"--sweep {sweep.name}: was begun with other values ({'; '.join(changed)}); give the same ones, "
-            "or choose another name for this sweep"
+            f"--sweep {sweep.name}: was begun with another grid, other values or other data; give the same "
+            "ones, or choose another name for this sweep"
         )
-    study.set_user_attr("begun", begun)
+    study.set_user_attr("begun", now)
     return study
 
 
@@ -278,7 +269,7 @@ def _train(
         """Report the validation metric of each new epoch; return whether to prune the run."""
         nonlocal seen, pruned
         # suppress: the run may have just removed this checkpoint; the next call reads a newer one
-        with suppress(UserError, FileNotFoundError, LookupError):
+        with suppress(UserError, FileNotFoundError, IndexError):
             history = read_state(complete_checkpoints(checkpoints)[-1]).progress.history
             for epoch, row in enumerate(history[seen:], start=seen + 1):
                 trial.report(row[VALIDATION + task.metric], epoch)
@@ -289,8 +280,6 @@ def _train(
     try:
         config = sweep.config_of(trial.params, settings)
         report = train_apart(name, config, sweep.folder(settings), settings, tags, stop, is_worse)
-        if task.metric not in report.metrics:
-            raise RunFailed(f"{name} is not measured by {task.metric}, as the first run is; sweep it alone")
     except RunFailed as failure:
         trial.set_user_attr(_WHY, f"pruned after epoch {seen}" if pruned else str(failure))
         trial.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
@@ -346,8 +335,11 @@ def _results(study: optuna.Study, folder: Path, not_run: str) -> list[Result]:
     results = []
     for name, trial in sorted(_last_trials(study).items()):
         given = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # of one in the queue
-        report = Report.read(folder / f"{name}.json") if trial.state == TrialState.COMPLETE else None
-        values = {key: flag_text(value) for key, value in given.items()}
-        why = "" if report else trial.user_attrs.get(_WHY, not_run)
-        results.append(Result(name, values, report, why, trial.state == TrialState.PRUNED))
+        row = {"run": name, **{field: flag_text(value) for field, value in given.items()}}
+        if trial.state == TrialState.COMPLETE:
+            report = Report.read(folder / f"{name}.json")
+            results.append(Result({**row, "failed": "", **report.metrics, "url": report.run_url}))
+        else:
+            why = trial.user_attrs.get(_WHY, not_run)
+            results.append(Result({**row, "failed": why}, "" if trial.state == TrialState.PRUNED else why))
     return results
