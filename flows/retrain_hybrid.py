@@ -6,7 +6,6 @@ same validation rows -> promote the challenger or keep the champion.
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from prefect import flow, runtime
@@ -17,7 +16,7 @@ from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_command
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge
+from dphybrid.lifecycle.champion import Decision, decide_waiting, judge
 from dphybrid.lifecycle.retrain import (
     Plan,
     has_new_rows,
@@ -28,7 +27,7 @@ from dphybrid.lifecycle.retrain import (
 )
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import ended, waiting
+from dphybrid.orchestration.queueing import ended
 from dphybrid.orchestration.steps import as_task, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.run.folder import FLOW_RUN_TAG, find_tagged_run, read_run
@@ -45,7 +44,6 @@ def retrain_hybrid(
     recipe: str | None = None,
     devices: str | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
-    min_gain: float = 0.0,
     config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
 ) -> State:
     """Continue to train a registered model when data has arrived, and promote the result if it is better.
@@ -58,20 +56,16 @@ def retrain_hybrid(
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.
-        min_gain: Promote if the whole 95 % interval of the metric's gain is above this.
         config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
-    with supervised() as stop, ExitStack() as held:
-        chosen, run, settings = experiment(given), runtime.flow_run, load_settings()
-        with waiting(run.id, stop, "the model", "WaitingForModel") as report:
-            # From here on this is the only retraining of the model, until its decision.
-            turn = retraining(retrained_model(chosen), settings, f"flow run {run.name}", stop, report)
-            held.enter_context(turn)
-        return _retrained(chosen, stop, min_gain)
+    with supervised() as stop:
+        chosen = experiment(given)
+        with retraining(retrained_model(chosen), load_settings(), stop):
+            return _retrained(chosen, stop)
 
 
-def _retrained(config: ExperimentConfig, stop: StopRequest, min_gain: float) -> State:
+def _retrained(config: ExperimentConfig, stop: StopRequest) -> State:
     settings, model, decided = load_settings(), retrained_model(config), None
     for run, decision in decide_waiting(settings, model):
         if isinstance(decision, Decision):
@@ -95,7 +89,7 @@ def _retrained(config: ExperimentConfig, stop: StopRequest, min_gain: float) -> 
         prepared = as_task("prepare", lambda: str(prepare_data(planned.config, settings).data.path))
         if planned.champion and not has_new_rows(prepared):
             return decided or ended("NothingNew", "the data has changed, and no row is new")
-    tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: str(min_gain)}
+    tags = {CHAMPION_TAG: planned.champion or "none"}
     resume = begun.folder.name if begun else None
     report = trained(planned.config, stop, resume=resume, tags=tags, prepared=prepared)
     return _compared(model, report.run_name)
@@ -113,25 +107,16 @@ def _decided(model: str, decision: Decision) -> State:
     return ended("Promoted" if decision.promoted else "Kept", text)
 
 
-class _Flags(ExperimentCommand):
-    """The flags of `python -m dphybrid.flows.retrain_hybrid`."""
-
-    min_gain: float = 0.0
-    """Promote if the gain's whole 95 % interval is above this."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the flow in this process; return the exit code."""
     sentence = "Continue to train a registered model when data has arrived; promote it if it is better."
 
     def run() -> int:
-        args = flow_command("retrain_hybrid", sentence, _Flags, argv)
+        args = flow_command("retrain_hybrid", sentence, ExperimentCommand, argv)
         config, _ = args.experiment()
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(
-                config=config.model_dump(exclude_unset=True),
-                min_gain=args.min_gain,
-                return_state=True,
+                config=config.model_dump(exclude_unset=True), return_state=True
             ).result(raise_on_failure=True)
         return 0
 

@@ -27,7 +27,7 @@ class Flags(Command):
     """What to do with runs: list or remove."""
     names: Positional[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
-    older_than: float | None = None
+    older_than: float | None = Field(default=None, ge=0, le=36_500)
     """remove: all runs that began earlier than so many days ago."""
     yes: bool = False
     """remove: do it; without this flag only say what would go."""

@@ -31,12 +31,12 @@ from dphybrid.util.files import user_name
 from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.locks import NO_LINK, is_locked, lock
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.text import printable
 
 _FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its files are locks, and links among them are not followed
 """Used where only root may write to /var/lock. All users must share one folder, so it cannot be in a home."""
 _TICKET = re.compile(r"\d{20}-\d+\.ticket")
 _MAX_BYTES = 65536
-_SHOWN = 300
 
 
 class Holder(BaseModel):
@@ -60,16 +60,11 @@ class Holder(BaseModel):
         return cls(user=user_name(os.getuid()), run=run, pid=os.getpid(), uuids=uuids, least=least)
 
     def name(self) -> str:
-        user, run = _shown(self.user), _shown(self.run)
-        return f"{user}'s run {run} since {clock_time(self.since)} (pid {self.pid})"
+        since = f"since {clock_time(self.since)} (pid {self.pid})"
+        return printable(f"{self.user}'s run {self.run} {since}")
 
     def text(self) -> str:
         return f"leased to {self.name()}"
-
-
-def _shown(text: str) -> str:
-    """Return text of another user's file for a terminal: one line without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:_SHOWN])
 
 
 def lease_folder(wanted: Path) -> Path:
@@ -204,7 +199,7 @@ def asked_by(lease: Lease) -> str | None:
     for gpu, file in zip(lease.gpus, lease.files, strict=True):
         _, *users = os.pread(file.fileno(), _MAX_BYTES, 0).decode(errors="replace").split("\n")
         if users:
-            return f"{_shown(users[0])} asked for {gpu.label}"
+            return printable(f"{users[0]} asked for {gpu.label}")
     return None
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, open_prepared, verify_prepared
+from dphybrid.data import Prepared, verify_prepared
 from dphybrid.data.foreign import check_memory
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.recipes.configs import stored_config
@@ -24,15 +24,13 @@ from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import noted_store, store_to_write
 from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
 from dphybrid.training.bootstrap import interval, resampled
-from dphybrid.training.checkpoint import CheckpointState, load_weights, read_state, verify_checkpoint
+from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.text import metric_text
 
-MIN_GAIN_TAG = "dphybrid.min_gain"
-"""Tag of a retraining's run: the gain that it must have."""
 NOT_COMPARED = "not compared"
 """First words of the decision about a challenger that could not be compared with the champion."""
 _NUM_RESAMPLES = 300
@@ -43,8 +41,7 @@ class Decision(BaseModel):
 
     Attributes:
         against: The champion's version, "" if there was none.
-        gain: Positive if the challenger is better.
-        low, high: The ends of its 95 % interval.
+        champion, challenger: Their metrics.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,9 +51,6 @@ class Decision(BaseModel):
     against: str = ""
     champion: dict[str, float] = Field(default_factory=dict)
     challenger: dict[str, float] = Field(default_factory=dict)
-    gain: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
 
     @property
     def text(self) -> str:
@@ -78,8 +72,8 @@ def judge(run_folder: str | Path, settings: Settings) -> Decision:
     """Compare the trained challenger of a run folder with the champion, without one with the task's floor;
     promote it or keep the champion; record why. The caller holds the model's retraining lock.
 
-    It is promoted if the whole 95 % interval of the gain is above its `MIN_GAIN_TAG`. Raises UserError when
-    MLflow does not answer, or does not have the challenger yet.
+    It is promoted if the whole 95 % interval of the gain is above zero. Raises UserError when MLflow does not
+    answer, or does not have the challenger yet.
     """
     run = read_run(run_folder, settings)
     registry, model = _registry_of(run), run.page.register_as
@@ -98,7 +92,7 @@ def judge(run_folder: str | Path, settings: Settings) -> Decision:
     if champion is None or (champion.number == challenger.number and is_first):
         decision = against_floor(experiment)
     elif champion.number == challenger.number:
-        why = "was made the champion by hand before it was compared"
+        why = "was made the champion already, by hand or before a crash"
         decision = Decision(promoted=True, why=why, against=champion.number)
     else:
         decision = against_champion(experiment, champion, registry)
@@ -156,19 +150,12 @@ def against_champion(experiment: Experiment, champion: Version, registry: Regist
     champions = _outputs(experiment, checkpoint, data)
     challengers = _outputs(experiment, _best_checkpoint(experiment), data)
     name = f"champion version {champion.number}'s"
-    min_gain = float(experiment.run.page.tags.get(MIN_GAIN_TAG, 0.0))
-    seed = experiment.config.train.seed
-    decision = compared(champions, challengers, experiment.task, seed, name, min_gain)
+    decision = compared(champions, challengers, experiment.task, experiment.config.train.seed, name)
     return decision.model_copy(update={"against": champion.number})
 
 
 def compared(
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    task: Task,
-    seed: int,
-    name: str,
-    min_gain: float = 0.0,
+    before: dict[str, Tensor], after: dict[str, Tensor], task: Task, seed: int, name: str
 ) -> Decision:
     """Return the decision about two models' outputs for the same rows. name: of the first, in a sentence."""
     metric, sign = task.metric, 1 if task.higher_is_better else -1
@@ -176,16 +163,13 @@ def compared(
     pairs = resampled(task, [before, after], _NUM_RESAMPLES, seed)
     low, high = interval([sign * (second[metric] - first[metric]) for first, second in pairs])
     gain, num_rows = sign * (new[metric] - old[metric]), len(next(iter(after.values())))
-    verdict = "better" if low > min_gain else "not significantly better" if high > min_gain else "not better"
+    verdict = "better" if low > 0 else "not significantly better" if high > 0 else "not better"
     why = (
         f"{verdict}: validation {metric} {metric_text(new[metric])} against {name} "
         f"{metric_text(old[metric])} on the same {counted(num_rows, 'row')}; gain {metric_text(gain)}, 95 % "
         f"interval {metric_text(low)} to {metric_text(high)}"
-        + (f", wanted {min_gain:+g}" if min_gain else "")
     )
-    return Decision(
-        promoted=low > min_gain, why=why, champion=old, challenger=new, gain=gain, low=low, high=high
-    )
+    return Decision(promoted=low > 0, why=why, champion=old, challenger=new)
 
 
 def _best_checkpoint(experiment: Experiment) -> Path:
@@ -207,15 +191,6 @@ def _outputs(experiment: Experiment, checkpoint: Path, data: Prepared) -> dict[s
         known = Encoder.load(checkpoint / "encoder")
         fill_from(checkpoint, known, network, Encoder.load(data.path / "encoder"))
     return validation_outputs(network, own.data.dataset("valid"), config.train.batch_size, experiment.task)
-
-
-def prepared_folder(state: CheckpointState, settings: Settings) -> Path | None:
-    """Return the prepared data that a checkpoint was trained on; None if it is not on this machine."""
-    # First that of this data folder, which may have been moved, or copied from where the other one still is.
-    for folder in (settings.prepared_dir / Path(state.prepared).name, settings.data_dir / state.prepared):
-        if (folder / "manifest.json").is_file() and open_prepared(folder).digest == state.data_digest:
-            return folder
-    return None
 
 
 def kept_checkpoint(version: Version, registry: Registry, settings: Settings) -> Path:

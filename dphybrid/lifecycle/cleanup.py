@@ -27,7 +27,6 @@ from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path, remove_folder
 from dphybrid.util.text import metric_text
 
-_MOST_DAYS = 36_500
 _FRESH_S = 3600.0
 """Prepared data and frames stay for at least this long after their last use, and as long as a run may wait
 for GPUs: a run that begins may have chosen them, and has no page yet."""
@@ -92,11 +91,8 @@ def plan_removal(
     with prepared data and frames that nothing has used since and no run that stays names.
 
     A run stays if MLflow, which knows the champions, cannot be asked about it where its record says that it
-    is. Raises UserError for a name that no run of this data folder has, and for days below 0 or beyond a
-    century.
+    is. Raises UserError for a name that no run of this data folder has.
     """
-    if older_than_days is not None and not 0 <= older_than_days <= _MOST_DAYS:
-        raise UserError(f"older than {older_than_days:g} days: give days, from 0 to {_MOST_DAYS}")
     runs = {run.folder.name: run for run in all_runs(settings)}
     for name in names:
         if name in runs:

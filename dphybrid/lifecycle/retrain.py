@@ -2,10 +2,9 @@
 continues from the champion."""
 
 import os
-import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from dphybrid.lifecycle.champion import (
     decide_waiting,
     kept_checkpoint,
     open_registry,
-    prepared_folder,
 )
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
@@ -33,7 +31,6 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder
 from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest
-from dphybrid.util.text import printable
 
 _LOOK_EVERY_S = 0.5
 """How often a retraining that waits for another one looks whether that has ended."""
@@ -55,26 +52,19 @@ class Plan(BaseModel):
 
 
 @contextmanager
-def retraining(
-    model: str, settings: Settings, who: str, stop: StopRequest, on_wait: Callable[[str], None] = print
-) -> Iterator[None]:
+def retraining(model: str, settings: Settings, stop: StopRequest) -> Iterator[None]:
     """Hold the lock of a model's retraining during the block, whoever starts it: a schedule, another
-    deployment or the command line. While another process holds it, wait.
-
-    who: shown to those who wait. on_wait: called once with what is waited for. Raises Interrupted when `stop`
-    was asked meanwhile.
-    """
-    file = lock_file(model, settings)
-    held = FileLock(file)
+    deployment or the command line. While another process holds it, wait. Raises Interrupted when `stop` was
+    asked meanwhile."""
+    held = FileLock(lock_file(model, settings))
     told = False
     while not held.acquire():
         stop.obey("while it waited for another retraining")
         if not told:
-            on_wait(f"{model} is being retrained by {read_holder(file) or 'another process'}")
+            print(f"Waiting: another process retrains {model}", flush=True)
             told = True
         time.sleep(_LOOK_EVERY_S)
     try:
-        file.write_text(f"{who} (process {os.getpid()} on {platform.node()})", encoding="utf-8")
         yield
     finally:
         held.release()
@@ -103,13 +93,6 @@ def retrained_model(config: ExperimentConfig) -> str:
     if config.checkpoint.register_as is None:
         raise UserError("checkpoint.register_as is not set; name the model in MLflow's registry")
     return config.checkpoint.register_as
-
-
-def read_holder(lock: Path) -> str:
-    """Return the line in which the holder of a lock names itself."""
-    with suppress(OSError, UnicodeDecodeError):
-        return printable(lock.read_text(encoding="utf-8")[:200])
-    return ""
 
 
 def plan_retraining(config: ExperimentConfig, settings: Settings) -> Plan:
@@ -143,8 +126,9 @@ def _from_champion(
 ) -> ExperimentConfig:
     checkpoint = kept_checkpoint(champion, registry, settings)
     state = read_state(checkpoint)
-    prepared = prepared_folder(state, settings)
-    if prepared is None:
+    # By its name alone: the data folder may have been moved or copied.
+    prepared = settings.prepared_dir / Path(state.prepared).name
+    if not (prepared / "manifest.json").is_file() or open_prepared(prepared).digest != state.data_digest:
         raise UserError(
             f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; "
             "share DPHYBRID_DATA_DIR between workstations, or register a new model under another name"

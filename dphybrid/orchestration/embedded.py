@@ -66,8 +66,8 @@ def start_server() -> "SubprocessASGIServer":
         server.start()
     except RuntimeError as error:
         raise UserError(
-            "Prefect's temporary server does not start; run `dphybrid doctor` to find the cause, or `dphybrid "
-            "train`, which needs no server"
+            "Prefect's temporary server does not start; run `dphybrid doctor` to find the cause, or "
+            "`dphybrid train`, which needs no server"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,7 +6,6 @@ automation misses its heartbeats.
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +33,6 @@ from dphybrid.config.settings import Settings
 from dphybrid.util.alive import lives
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import StopRequest
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
@@ -116,20 +114,10 @@ def ended(name: str, text: str) -> State:
 
 
 @contextmanager
-def waiting(
-    flow_run_id: str,
-    stop: StopRequest,
-    what: str = "GPUs",
-    name: str = "WaitingForGPU",
-    give_back_after_s: float = 600.0,
-) -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports why the run waits for `what`: it prints a line and sets the run's state
-    to `name`. When the block ends, the state is Running again.
-
-    If the block takes longer than `give_back_after_s`, a worker's run goes back to the queue, for
-    workstations with free GPUs. It then neither holds its worker's slot nor its deployment's.
-    """
-    reported = False
+def waiting(flow_run_id: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that reports why the run waits for GPUs: it prints a line and sets the run's state to
+    WaitingForGPU. When the block ends, the state is Running again."""
+    name, reported = "WaitingForGPU", False
 
     def show(state: State, before: str = "") -> None:
         """Set the state of the run if it is running, and its state has the name `before`."""
@@ -141,19 +129,13 @@ def waiting(
 
     def report(reason: str) -> None:
         nonlocal reported
-        print(f"Waiting for {what}: {reason}", flush=True)
+        print(f"Waiting for GPUs: {reason}", flush=True)
         show(Running(name=name, message=reason))
         reported = True
 
-    waited = f"waiting for {what} for {give_back_after_s:g} s"
-    timer = threading.Timer(give_back_after_s, lambda: stop.ask(waited, requeue=True))
-    timer.daemon = True
-    if STARTED_BY in os.environ:  # else no worker could take it again
-        timer.start()
     try:
         yield report
     finally:
-        timer.cancel()
         if reported:
             show(Running(), name)
 

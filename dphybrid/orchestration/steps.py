@@ -1,8 +1,8 @@
 """Shared parts of the flows: `trained` is `dphybrid.run.job.run_job` with each step as a Prefect task."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, suppress
 from typing import TypeVar
 
 from prefect import runtime, task
@@ -57,17 +57,14 @@ class _InFlow(job.Around):
 
     at_once = False
 
-    def __init__(self, stop: StopRequest) -> None:
-        self.stop = stop
+    def __init__(self) -> None:
         self.name = runtime.flow_run.name or ""
 
     def step(self, name: str, work: Callable[[], _R]) -> _R:
         return as_task(name, work)
 
-    @contextmanager
-    def waiting(self) -> Iterator[Callable[[str], None] | None]:
-        with waiting(runtime.flow_run.id, self.stop) as report_wait:
-            yield report_wait
+    def waiting(self) -> AbstractContextManager[Callable[[str], None]]:
+        return waiting(runtime.flow_run.id)
 
     def built(self, run: Run) -> None:
         address = ""
@@ -134,7 +131,7 @@ def trained(
         tags=_tags() | (tags or {}),
         stop=stop,
         prepared=prepared,
-        around=_InFlow(stop),
+        around=_InFlow(),
     )
     _show(report, settings)
     return report

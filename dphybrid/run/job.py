@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -76,10 +76,10 @@ class Around:
         """Do a step: prepare, build, train, evaluate or report."""
         return work()
 
-    @contextmanager
-    def waiting(self) -> Iterator[Callable[[str], None] | None]:
-        """Yield the function that is called with the reason while the job waits for GPUs; None prints it."""
-        yield None
+    def waiting(self) -> AbstractContextManager[Callable[[str], None] | None]:
+        """Return a block with the function that is called with the reason while the job waits for GPUs; None
+        prints it."""
+        return nullcontext()
 
     def built(self, run: Run) -> None:
         """The run has its folder and its record."""

@@ -36,7 +36,7 @@ def own_leases(folder: Path) -> list[Path]:
     return [
         file
         for file in folder.glob("gpu-*.lock")
-        if json.loads(file.read_text() or "{}").get("pid") == os.getpid()
+        if json.loads(file.read_text().partition("\n")[0] or "{}").get("pid") == os.getpid()
     ]
 
 

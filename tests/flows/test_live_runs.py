@@ -2,7 +2,6 @@
 
 import asyncio
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
@@ -14,14 +13,12 @@ from uuid import uuid4
 import httpx
 import pytest
 from anyio import CapacityLimiter
-from prefect.client import orchestration
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.orchestration import queueing, supervised, worker
-from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
     DEATHS_LABEL,
     MAX_DEATHS,
@@ -239,13 +236,12 @@ def test_only_runs_whose_processes_no_longer_exist_are_taken_back(monkeypatch: p
     ]
 
 
-@pytest.mark.parametrize("ahead_s", [-3600, 180, 3600])
-def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_decides_which_runs_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pending run and a marked one, on the second page, seen where the clock differs from the server's."""
     pending, silent = dead_run(StateType.PENDING, name="pending"), dead_run(name="silent")
     silent.state = Crashed(message=SILENT)
     for run in (pending, silent):
-        run.state.timestamp = datetime.now(UTC) - timedelta(seconds=ahead_s)
+        run.state.timestamp = datetime.now(UTC) - timedelta(hours=1)
     every = [pending, *[dead_run(StateType.RUNNING) for _ in range(250)], silent]
     client = SimpleNamespace(
         read_flow_runs=lambda offset, **_: every[offset : offset + 200],
@@ -272,13 +268,6 @@ def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.Monkey
     assert not owned_elsewhere(run)  # though Prefect's count has grown with its waiting
     run.labels[OWNER_LABEL] = "78 other"
     assert owned_elsewhere(run)
-
-
-def test_a_client_of_prefect_without_the_method_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = type("PrefectClient", (), {})
-    monkeypatch.setattr(orchestration, "PrefectClient", client)
-    setup_environment(ctx=None)
-    assert not hasattr(client, "read_deployment_by_name")
 
 
 def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
@@ -323,20 +312,6 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
         child.kill()
     monkeypatch.setenv("DPHYBRID_DEVICES", "cpu")
     assert submitted((0, set())) == ["auto", "cpu", "clean-up"]
-
-
-def test_a_run_that_waits_too_long_goes_back_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, run = StopRequest(), str(uuid4())
-    with queueing.waiting(run, stop, give_back_after_s=0.01):
-        time.sleep(0.05)
-    assert not stop.pending, "nobody else could take a run that no worker started"
-    monkeypatch.setenv(STARTED_BY, "77 token")
-    with queueing.waiting(run, stop):
-        pass
-    assert not stop.pending
-    with queueing.waiting(run, stop, give_back_after_s=0.01):
-        wait_until(lambda: stop.pending, "it was asked")
-    assert stop.interruption("").requeue
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

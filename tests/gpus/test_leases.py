@@ -214,12 +214,9 @@ def test_a_worker_counts_the_gpus_that_nobody_uses_or_waits_for(
     settings = Settings(lease_dir=folder)
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
     assert free_now(fake, settings) == (3, set())
-    with try_lease(folder, fake.read()[:1], "mine"):
+    with try_lease(folder, fake.read()[:1], "mine"), waits(folder, fake, range(4), 4):
+        # one of the four is occupied, nobody knows how long
         assert free_now(fake, settings) == (2, {os.getpid()})
-        with waits(folder, fake, range(4), 1):
-            assert free_now(fake, settings) == (1, {os.getpid()})
-        with waits(folder, fake, range(4), 4):  # one of the four is occupied, nobody knows how long
-            assert free_now(fake, settings) == (2, {os.getpid()})
     hour = datetime.now().hour
     later = f"{(hour + 2) % 24}:00-{(hour + 3) % 24}:00"
     assert free_now(fake, Settings(lease_dir=folder, training_hours=later)) == (0, set())
@@ -287,8 +284,7 @@ def takes(fake: Inventory, folder: Path) -> int:
     return count
 
 
-@pytest.mark.parametrize("busy", [(), (0,), (0, 1)])
-@pytest.mark.parametrize("leased", [(), (1,)])
+@pytest.mark.parametrize(("busy", "leased"), [((), ()), ((0,), ()), ((), (1,)), ((0,), (1,))])
 @pytest.mark.parametrize(
     "tickets", [[], [((0,), 1)], [((1,), 1)], [((0, 1), 1)], [((0, 1), 2)], [((0,), 1), ((0, 1), 1)]]
 )
@@ -313,7 +309,7 @@ def test_a_worker_and_a_run_that_waits_find_the_same_gpus_free(
         assert pids == ({os.getpid()} if leased or tickets else set())
 
 
-@pytest.mark.parametrize("run", ["", "x" * 5000, "a\n\x1b[2Jb"])
+@pytest.mark.parametrize("run", ["", "a\x1b[2Jb"])
 def test_a_run_of_any_name_waits_and_leases(run: str, two: Path, fake: Inventory, folder: Path) -> None:
     with waits(folder, fake, range(2), 2, run):
         assert free_now(fake, Settings(lease_dir=folder)) == (0, {os.getpid()})
@@ -419,24 +415,6 @@ def start(folder: Path, count: int, hold_s: float, log: Path) -> "subprocess.Pop
 
 def read_log(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def test_six_runs_of_one_to_three_gpus_share_four_without_collision_or_deadlock(
-    machine: Path, folder: Path, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    runs = [start(folder, 1 + number % 3, 0.15, log) for number in range(6)]
-    assert [run.wait(patience(120)) for run in runs] == [0] * 6
-    used: dict[int, int] = {}
-    for line in read_log(log):
-        for index in line["gpus"]:
-            if line["what"] == "took":
-                assert index not in used, "two runs on one GPU"
-                used[index] = line["pid"]
-            else:
-                assert used.pop(index) == line["pid"]
-    assert len(read_log(log)) == 12
-    assert not used
 
 
 def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(

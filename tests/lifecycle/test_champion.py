@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Timer
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +22,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import champion, retrain
-from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, open_registry
+from dphybrid.lifecycle.champion import Decision, decide_waiting, judge, open_registry
 from dphybrid.lifecycle.retrain import plan_retraining, retraining
 from dphybrid.recipes.configs import apply_overrides, build_config
 from dphybrid.run.folder import Run, attached, read_run
@@ -36,7 +36,6 @@ from tests import stores
 from tests.commands import command, version_of
 from tests.conftest import own_settings
 from tests.refusing import refused
-from tests.waiting import wait_until
 
 POOR, FAIR, GOOD = (f"train.lr={lr}" for lr in (1e-6, 1e-3, 3e-2))
 ROUNDS = {POOR: 1, FAIR: 1, GOOD: 4}
@@ -103,7 +102,7 @@ class Shop:
         self._register(run, name)
         copy = self.settings.runs_dir / f"{run.folder.name}-{name}"
         shutil.copytree(run.folder, copy, ignore=shutil.ignore_patterns(".lock"))
-        page = run.page.model_dump() | {"tags": {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}}
+        page = run.page.model_dump() | {"tags": {CHAMPION_TAG: plan.champion}}
         page["config"]["checkpoint"]["register_as"] = name
         page["uid"] = enter(copy)
         type(run.page).model_validate(page).write(copy / "run.json")
@@ -276,41 +275,30 @@ def test_data_of_another_kind_is_said_and_the_champion_stays(shop: Shop, tmp_pat
     assert shop.registry.champion(name).number == "3"
 
 
-@pytest.mark.nightly
-def test_a_second_retraining_waits_and_says_for_whom(shop: Shop) -> None:
-    told, order, stop = list[str](), list[str](), StopRequest()
+def test_a_second_retraining_waits_until_the_first_is_killed(
+    shop: Shop, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = (
         "import sys; from dphybrid.config.settings import load_settings\n"
         "from dphybrid.lifecycle.retrain import retraining; from dphybrid.util.stop import StopRequest\n"
-        "with retraining('busy', load_settings(), 'flow run brave-owl', StopRequest()):\n"
+        "with retraining('busy', load_settings(), StopRequest()):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
-    child = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "held\n"
-
-    def second(stop: StopRequest) -> None:
-        try:
-            with retraining("busy", shop.settings, "me", stop, told.append):
-                order.append("turn")
-        except Interrupted as interruption:
-            order.append(interruption.reason)
-
-    with retraining("another", shop.settings, "me", stop):
-        cancelled = Thread(target=second, args=(cancelling := StopRequest(),))
-        waits = Thread(target=second, args=(stop,))
-        cancelled.start(), waits.start()
-        wait_until(lambda: len(told) == 2, "both wait")
-        assert told[0].startswith(f"busy is being retrained by flow run brave-owl (process {child.pid} on ")
-        cancelling.ask("Ctrl-C", signal.SIGINT)
-        cancelled.join(10)
-        assert order == ["stopped by Ctrl-C while it waited for another retraining"]
-        child.kill()  # the kernel releases the lock
-        waits.join(10)
-        assert order[1:] == ["turn"]
-    child.wait()
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with retraining("another", shop.settings, StopRequest()):
+            pass
+        (cancelled := StopRequest()).ask("Ctrl-C", signal.SIGINT)
+        waits = pytest.raises(Interrupted, match="stopped by Ctrl-C while it waited for another retraining")
+        with waits, retraining("busy", shop.settings, cancelled):
+            pass
+        Timer(0.3, child.kill).start()  # the kernel releases the lock
+        with retraining("busy", shop.settings, StopRequest()):
+            assert child.wait(10) == -signal.SIGKILL
+    assert "Waiting: another process retrains busy\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

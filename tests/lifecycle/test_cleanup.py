@@ -133,10 +133,8 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
     for words, told in (
         (["remove"], "name the runs, or give --older-than DAYS"),
         (["remove", "mime"], "mime: there is no such run; did you mean 'mine'"),
-        *(
-            (["remove", "--older-than", days], f"older than {days} days: give days, from 0 to 36500")
-            for days in ("-1", "nan", "inf", "1e+09")
-        ),
+        (["remove", "--older-than", "-1"], "--older-than '-1': must be greater than or equal to 0"),
+        (["remove", "--older-than", "1e9"], "--older-than '1e9': must be less than or equal to 36500"),
         (["list", "mine"], "takes no names"),
         (["list", "--yes"], "only for `dphybrid runs remove`"),
     ):

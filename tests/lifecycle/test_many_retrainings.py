@@ -29,7 +29,7 @@ KEPT_BY_MLFLOW = ("rows of datasets", "rows of inputs", "rows of input_tags")
 def retrain(values: list[str]) -> None:
     """Retrain once, as the flow does, and print the decision."""
     config, settings = load_config(None, values), load_settings()
-    with retraining("clicks", settings, "test", StopRequest()):
+    with retraining("clicks", settings, StopRequest()):
         assert list(decide_waiting(settings, "clicks")) == []
         planned = plan_retraining(config, settings)
         assert not planned.stop, planned.stop
