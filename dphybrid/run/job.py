@@ -395,20 +395,12 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
     if "test" in data.parts:
         drawn = outputs_of("test")
         tested = task.compute(drawn)
-    floor = floor_metrics(task, outputs)
-    baselines = {task.floor_name: floor} if floor else {}
-    page = MetricsPage(
-        metrics=metrics,
-        test=tested,
-        baselines=baselines,
-        charts=list(task.charts(drawn)) if task.charts else [],
-    )
+    floor, charts = floor_metrics(task, outputs), list(task.charts(drawn)) if task.charts else []
+    page = MetricsPage(metrics=metrics, test=tested, floor=floor, charts=charts)
     page.write(run.folder / "metrics.json")
     summary = {f"final_{name}": value for name, value in metrics.items()}
     summary |= {f"test/{name}": value for name, value in tested.items()}
-    for which, values in baselines.items():
-        where = f"baseline_{which.replace(' ', '_')}"
-        summary |= {f"{where}_{name}": value for name, value in values.items()}
+    summary |= {f"baseline_{name}": value for name, value in floor.items()}
     with closing(attached(run)) as tracker:
         tracker.log_summary(summary)
     return metrics

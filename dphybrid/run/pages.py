@@ -50,12 +50,12 @@ class ResultPage(TrainedPage):
 
 class MetricsPage(Page):
     """`metrics.json`: the best checkpoint's metrics on the validation rows and on the test rows, if there are
-    any, the metrics of the baseline, and the charts of its predictions for the test rows (without any, the
-    validation rows), if its task has any."""
+    any, the metrics of the task's floor, and the charts of its predictions for the test rows (without any,
+    the validation rows), if its task has any."""
 
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
-    baselines: dict[str, dict[str, float]] = Field(default_factory=dict)
+    floor: dict[str, float] = Field(default_factory=dict)
     charts: list[Chart] = Field(default_factory=list)
 
 

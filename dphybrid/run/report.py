@@ -69,14 +69,13 @@ def report_run(experiment: Experiment) -> Report:
 
 
 def _beside(evaluated: MetricsPage, task: Task) -> str:
-    """Return a text that compares the run with its baseline in the task's deciding metric."""
-    words = []
-    for which, metrics in evaluated.baselines.items():
-        gain = evaluated.metrics[task.metric] - metrics[task.metric]
-        better = "better" if gain * (1 if task.higher_is_better else -1) >= 0 else "WORSE"
-        verdict = f"(this run is {metric_text(abs(gain))} {better})"
-        words.append(f"{which} {task.metric} {metric_text(metrics[task.metric])} {verdict}")
-    return ", ".join(words)
+    """Return a text that compares the run with its floor in the task's deciding metric."""
+    if not evaluated.floor:
+        return ""
+    found, floor = evaluated.metrics[task.metric], evaluated.floor[task.metric]
+    better = "better" if (found - floor) * (1 if task.higher_is_better else -1) >= 0 else "WORSE"
+    verdict = f"(this run is {metric_text(abs(found - floor))} {better})"
+    return f"{task.floor_name} {task.metric} {metric_text(floor)} {verdict}"
 
 
 def _facts(report: Report) -> dict[str, str]:

@@ -266,8 +266,8 @@ def test_a_run_says_what_it_adds(data_dir: Path, tmp_path: Path, unrecorded: Non
     report = run_with(*values)
     assert report.beside.startswith("constant prediction auc 0.5000 (this run is 0.")
     assert f"Baseline: {report.beside}" in " ".join(report.text.split())  # which wraps at 80 columns
-    found = MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").baselines
-    assert found["constant prediction"]["auc"] == 0.5
+    found = MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").floor
+    assert found["auc"] == 0.5
 
 
 def test_the_area_under_the_curve_is_scikit_learns() -> None:

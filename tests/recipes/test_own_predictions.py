@@ -126,7 +126,7 @@ def test_a_run_stands_beside_a_constant_prediction(data_dir: Path) -> None:
         mean = dphybrid.load_model("one")(batch)["predicted"].mean()
     expected = float((batch["rating_B"] - mean).abs().mean())
     page = MetricsPage.read(data_dir / "runs/one/metrics.json")
-    assert page.baselines["constant prediction"]["mae"] == pytest.approx(expected)
+    assert page.floor["mae"] == pytest.approx(expected)
 
 
 def test_a_metric_of_losses_has_no_constant_to_stand_beside() -> None:
