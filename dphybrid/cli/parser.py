@@ -111,6 +111,8 @@ class Command(BaseModel):
         for name, texts in given.items():
             cls.check_name(name, own, given)
             is_list = len(texts) > 1 or (name in own and list in _kinds(own[name]))
+            if len(texts) > 1 and name in own and list not in _kinds(own[name]):
+                raise UserError(f"{as_flag(name)}: is given {len(texts)} times; give it once")
             values[name] = texts if is_list else texts[0]
         for name in [name for name, field in own.items() if _is_positional(field)]:
             is_list = list in _kinds(own[name])

@@ -255,7 +255,7 @@ def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_p
     assert run.predict({"user": ["u1", "nobody"]}).head(3).equals(frame.head(3))
     for more, words in (
         (["--threshold", "0.5"], "--threshold"),
-        (["--top", "0"], "--top 0"),
+        (["--top", "0"], "--top: is given 2 times; give it once"),
     ):
         assert words in command(*predict, "--out", str(tmp_path / "no.csv"), *more, ends=2)
     assert not (tmp_path / "no.csv").exists()
