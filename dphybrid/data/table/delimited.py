@@ -98,7 +98,7 @@ def read_csv(
     those of new files. Raises UserError."""
     dialect = dialect_of(files[0], data, named, as_text)
     columns = [[*dialect.types], *(_columns_of(file, dialect, named) for file in files[1:])]
-    types = dict.fromkeys(chain.from_iterable(columns), "VARCHAR") | dialect.types
+    types = dict.fromkeys(chain.from_iterable(columns), "VARCHAR") | {**dialect.types}
     while True:
         parts, misfits = list[Part](), Counter[str]()
         for file, target, names in zip(files, targets, columns, strict=True):
