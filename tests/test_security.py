@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 import dphybrid
 from dphybrid.config.settings import Settings, load_settings
@@ -25,6 +26,7 @@ from dphybrid.run.job import run_job
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.record import RecordFile, read
 from dphybrid.tracking.sync import sync
+from dphybrid.tracking.tracker import embedded_uri
 from dphybrid.util.digests import SUMS, value_digest
 from tests.commands import command
 from tests.conftest import REPOSITORY
@@ -153,14 +155,30 @@ def test_a_run_from_elsewhere_is_read_and_does_not_act(foreign: Server, data_dir
     assert dphybrid.load_model("nice").state_dict()
     (run,) = dphybrid.runs()
     assert run.checkpoint.is_relative_to(data_dir / "runs" / "nice")
-    why = "nice: it was not made in this data folder"
-    assert f"{why}; remove its folder yourself" in command("runs", "remove", "nice", "--yes", ends=2)
-    assert f"{why}; --train.warm-start" in command("train", "--recipe", "toy", "--resume", "nice", ends=2)
+    why = "nice: it was not made in this data folder; if you trust it, `dphybrid runs adopt nice`"
+    assert why in command("runs", "remove", "nice", "--yes", ends=2)
+    assert why in command("train", "--recipe", "toy", "--resume", "nice", ends=2)
     assert why in command("train", "--resume", "nice", ends=2)
     assert "nice: not sent: it was not made in this data folder" in command("sync", "--wait", "3")
     assert "nice" not in command("runs", "remove", "--older-than", "0", "--yes")
     assert foreign.asked == []
     assert set(data_dir.parent.rglob("*")) - before <= {data_dir / "mlflow"}
+
+
+def test_an_adopted_run_acts_for_its_new_owner_alone(foreign: Server, data_dir: Path) -> None:
+    command("runs", "adopt", "nice")
+    assert "nice: is this data folder's own run already" in command("runs", "adopt", "nice", ends=2)
+    command("sync", "--wait", "20")
+    client = MlflowClient(load_settings().mlflow_uri or embedded_uri(load_settings().mlflow_dir))
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.run_name == "nice"
+    assert run.data.metrics
+    assert client.search_registered_models() == []
+    assert not [path for path in data_dir.rglob("*") if path.is_file() and b"TOP SECRET" in path.read_bytes()]
+    command("train", "--recipe", "toy", "--devices", "cpu", "--train.epochs", "2", "--resume", "nice")
+    assert command("runs", "remove", "nice", "--yes") == "nice: removed\n"
+    assert (data_dir.parent / "key").is_file()
+    assert foreign.asked == []
 
 
 def test_a_record_sends_no_file_from_outside_of_its_run(

@@ -1,9 +1,13 @@
-"""List runs, or remove runs with everything that only they need.
+"""List runs, adopt one from elsewhere, or remove runs with everything that only they need.
 
 examples:
   %(prog)s
   %(prog)s remove ctr-cpu-1121-044553 text-cpux2-1121-045901
   %(prog)s remove --older-than 30 --yes
+  %(prog)s adopt ctr-cpu-1121-044553
+
+adopt makes a run folder that you have copied into the data folder, and that you trust, your own. Other runs
+from elsewhere are only read: they are not continued, sent or removed.
 
 remove prints what would go; with --yes it goes: the run's folder and records, its prepared data and frames,
 and its run and models in MLflow, where `mlflow gc` empties the trash. A run stays if it is running, if it
@@ -23,8 +27,8 @@ from dphybrid.util.text import aligned
 class Flags(Command):
     """The flags of `runs`."""
 
-    action: Positional[Literal["list", "remove"]] = "list"
-    """What to do with runs: list or remove."""
+    action: Positional[Literal["list", "remove", "adopt"]] = "list"
+    """What to do with runs: list, remove or adopt."""
     names: Positional[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = Field(default=None, ge=0, le=36_500)
@@ -33,15 +37,19 @@ class Flags(Command):
     """remove: do it; without this flag only say what would go."""
 
     def run(self) -> int:
-        """List or remove runs; return the exit code."""
+        """List, adopt or remove runs; return the exit code."""
         settings = load_settings()
         if self.action == "remove":
             return _remove(self.names, self.older_than, self.yes)
         if self.older_than is not None or self.yes:
             raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
         from dphybrid.lifecycle.cleanup import row_of
-        from dphybrid.run.folder import all_runs
+        from dphybrid.run.folder import adopt, all_runs
 
+        if self.action == "adopt":
+            for run in [adopt(settings, name) for name in self.names]:
+                print(f"{run.folder.name}: is your own now")
+            return 0
         if self.names:
             raise UserError(f"runs list takes no names; `dphybrid ui {self.names[0]}` shows a run")
         if rows := [row_of(run) for run in all_runs(settings)]:

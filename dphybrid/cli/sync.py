@@ -7,7 +7,7 @@ record, or a model could not be compared.
 """
 
 from dphybrid.cli.parser import Command
-from dphybrid.config.own_runs import FOREIGN, own_folders
+from dphybrid.config.own_runs import own_folders, why_foreign
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import retrainings
 from dphybrid.util.text import masked, printable
@@ -27,7 +27,7 @@ class Flags(Command):
         own = own_folders(settings)
         for name in sorted({page.parent.name for page in settings.runs_dir.glob("*/record.jsonl")}):
             if settings.runs_dir / name not in own:
-                print(printable(f"{name}: not sent: {FOREIGN}"), flush=True)
+                print(printable(f"{name}: not sent: {why_foreign(name)}"), flush=True)
         for line, is_whole in sync(own, settings.mlflow_dir, settings.mlflow_uri, self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)

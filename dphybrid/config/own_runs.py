@@ -1,5 +1,5 @@
-"""The runs that this data folder has made, in a list of the data folder. Only they act: continue, send their
-record, are removed, and run code of the working folder. Any other run folder is only read."""
+"""The runs that this data folder has made or adopted, in a list of the data folder. Only they act: continue,
+send their record, are removed, and run code of the working folder. Any other run folder is only read."""
 
 import os
 import secrets
@@ -12,8 +12,6 @@ from dphybrid.util.files import read_json, sync
 
 LIST = ".own-runs"
 """Name of the list in the data folder: a line `UID NAME` for each run."""
-FOREIGN = "it was not made in this data folder"
-"""Why a run does not act."""
 
 
 def enter(folder: Path) -> str:
@@ -31,8 +29,8 @@ def enter(folder: Path) -> str:
 
 
 def is_own(folder: Path, settings: Settings) -> bool:
-    """Return whether the data folder has made the run in `folder`, which may have been renamed since. A copy
-    of a run that still exists is not its own."""
+    """Return whether the data folder made or adopted the run in `folder`, which may have been renamed since.
+    A copy of a run that still exists is not its own."""
     if folder.resolve().parent != settings.runs_dir.resolve():
         return False
     uid = _uid_of(folder)
@@ -57,7 +55,14 @@ def wrote(page: Path, settings: Settings) -> bool:
 def check_own(folder: Path, settings: Settings, deed: str) -> None:
     """Raise UserError unless the run is the data folder's own. deed: what to do instead."""
     if not is_own(folder, settings):
-        raise UserError(f"{folder.name}: {FOREIGN}; {deed}")
+        raise UserError(f"{folder.name}: {why_foreign(folder.name)}, or {deed}")
+
+
+def why_foreign(name: str) -> str:
+    """Return why a run does not act, and the remedy."""
+    return (
+        f"it was not made in this data folder; if you trust it, `dphybrid runs adopt {name}` makes it yours"
+    )
 
 
 def entered(settings: Settings) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count
@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
-from dphybrid.config.own_runs import check_own, is_own
+from dphybrid.config.own_runs import check_own, enter, is_own
 from dphybrid.config.settings import EXPERIMENT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
-from dphybrid.tracking.tracker import CHAMPION_TAG
-from dphybrid.util.alive import alive
+from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
+from dphybrid.util.alive import alive, holding
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync
@@ -111,7 +111,7 @@ def named_run(settings: Settings, which: str, recipe: str) -> Run:
         known = suggestion(which, [run.folder.name for run in all_runs(settings)] or ["none yet"])
         what = f"recipe {recipe} has no run" if which == "latest" else "there is no such run"
         raise UserError(f"--resume {which}: {what} in {settings.runs_dir}{known}")
-    check_own(found.folder, settings, "--train.warm-start trains on from a checkpoint")
+    check_own(found.folder, settings, "train on from its checkpoint by --train.warm-start")
     return found
 
 
@@ -149,8 +149,26 @@ def all_runs(settings: Settings) -> list[Run]:
 
 
 def own_runs(settings: Settings) -> list[Run]:
-    """Return the runs that the data folder has made, oldest first."""
+    """Return the runs that the data folder has made or adopted, oldest first."""
     return [run for run in all_runs(settings) if is_own(run.folder, settings)]
+
+
+def adopt(settings: Settings, name: str) -> Run:
+    """Make a run folder from elsewhere, which lies in the data folder, the data folder's own: give it a run
+    in the MLflow that is configured here, and forget the addresses that it names. Return the run. Raises
+    UserError for a run that is running or cannot be adopted."""
+    check_run_name(name)
+    folder = settings.runs_dir / name
+    run = read_run(folder, settings)
+    if is_own(folder, settings):
+        raise UserError(f"{name}: is this data folder's own run already")
+    if folder.is_symlink():
+        raise UserError(f"{name}: is a link; copy the folder that it leads to")
+    with holding(folder), closing(open_run_tracker(settings, run.page.recipe)) as tracker:
+        run_id = tracker.adopt(name, {FOLDER_TAG: str(folder.absolute())})
+        page = run.page.model_copy(update={"run_id": run_id, "tags": {}, "uid": enter(folder)})
+        page.write(folder / "run.json")
+    return Run(folder, page, settings)
 
 
 def retrainings(settings: Settings, model: str | None = None) -> list[Run]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dphybrid.util.files import write_bytes
+
 Line = dict[str, Any]
 """op: the kind of record; t: its time; the other keys depend on the kind."""
 
@@ -155,6 +157,15 @@ def waits(folder: Path) -> bool:
         offset = Sent.read(folder).offset
         return next(read(folder, offset), None) is not None and bool(offset or addresses(folder))
     return False
+
+
+def give_address(folder: Path, address: Line) -> None:
+    """Give a record from elsewhere another address, whence nothing of it has arrived. Leaves out its own
+    addresses, and the models that the run has registered there."""
+    lines = [line for line, _ in read(folder) if line and line["op"] not in ("run", "register")]
+    first = {"op": address["op"], "t": int(time.time() * 1000), **address}
+    write_bytes(folder / RECORD, b"".join(map(_text, [first, *lines])), _MODE)
+    (folder / SENT).unlink(missing_ok=True)
 
 
 def of_metrics(metrics: Mapping[str, float], step: int, op: str = "metrics") -> Line:

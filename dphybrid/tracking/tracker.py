@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from dphybrid.tracking.record import (
+    RECORD,
     Line,
     RecordFile,
     Sent,
     addresses,
     destination,
+    give_address,
     of_metrics,
 )
 from dphybrid.util.files import make_folder
@@ -116,6 +118,17 @@ class Tracker:
         make_folder(self._runs / run_name)
         self._file = RecordFile(self._runs / run_name)
         self._log_values("params", params, sync=True)
+        self.set_tags(tags)
+        return self.run_id
+
+    def adopt(self, run_name: str, tags: Mapping[str, str]) -> str:
+        """Give the record of a run from elsewhere a run of its own in this MLflow instead of the one that it
+        names; return the id. Raises UserError if MLflow refuses it."""
+        if self._runs is None or not (self._runs / run_name / RECORD).is_file():
+            return ""
+        self._create(run_name, "")
+        give_address(self._runs / run_name, self._there)
+        self._file, self._addressed = RecordFile(self._runs / run_name), True
         self.set_tags(tags)
         return self.run_id
 
