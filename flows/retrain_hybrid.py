@@ -78,7 +78,7 @@ def _retrained(config: ExperimentConfig, stop: StopRequest) -> State:
     if begun and begun.status == "finished":  # trained and reported: only the comparison was missing
         return _compared(model, begun.folder.name)
     if begun:
-        planned = Plan(config=begun.config, model=model, champion=begun.page.tags.get(CHAMPION_TAG, ""))
+        planned = Plan(begun.config, begun.page.tags.get(CHAMPION_TAG, ""))
     else:
         # New data, and the champion to continue from.
         planned = as_task("plan", lambda: plan_retraining(config, settings))

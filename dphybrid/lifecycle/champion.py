@@ -5,9 +5,9 @@ process died before its decision is compared by the next retraining, or by `dphy
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dphybrid.config.settings import Settings
@@ -36,21 +36,14 @@ NOT_COMPARED = "not compared"
 _NUM_RESAMPLES = 300
 
 
-class Decision(BaseModel):
-    """The comparison of champion and challenger on the same rows.
-
-    Attributes:
-        against: The champion's version, "" if there was none.
-        champion, challenger: Their metrics.
-    """
-
-    model_config = ConfigDict(frozen=True)
+@dataclass(frozen=True)
+class Decision:
+    """The comparison of champion and challenger on the same rows. against: the champion's version, "" if
+    there was none."""
 
     promoted: bool
     why: str
     against: str = ""
-    champion: dict[str, float] = Field(default_factory=dict)
-    challenger: dict[str, float] = Field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -151,7 +144,7 @@ def against_champion(experiment: Experiment, champion: Version, registry: Regist
     challengers = _outputs(experiment, _best_checkpoint(experiment), data)
     name = f"champion version {champion.number}'s"
     decision = compared(champions, challengers, experiment.task, experiment.config.train.seed, name)
-    return decision.model_copy(update={"against": champion.number})
+    return replace(decision, against=champion.number)
 
 
 def compared(
@@ -169,7 +162,7 @@ def compared(
         f"{metric_text(old[metric])} on the same {counted(num_rows, 'row')}; gain {metric_text(gain)}, 95 % "
         f"interval {metric_text(low)} to {metric_text(high)}"
     )
-    return Decision(promoted=low > 0, why=why, champion=old, challenger=new)
+    return Decision(promoted=low > 0, why=why)
 
 
 def _best_checkpoint(experiment: Experiment) -> Path:

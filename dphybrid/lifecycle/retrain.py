@@ -6,9 +6,8 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from pydantic import BaseModel, SerializeAsAny
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -20,7 +19,7 @@ from dphybrid.lifecycle.champion import (
     kept_checkpoint,
     open_registry,
 )
-from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
+from dphybrid.recipes.configs import apply_overrides, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, changed_values, retrainings
@@ -36,7 +35,8 @@ _LOOK_EVERY_S = 0.5
 """How often a retraining that waits for another one looks whether that has ended."""
 
 
-class Plan(BaseModel):
+@dataclass(frozen=True)
+class Plan:
     """What a retraining will do.
 
     Attributes:
@@ -45,8 +45,7 @@ class Plan(BaseModel):
         stop: Why there is nothing to do.
     """
 
-    config: SerializeAsAny[AnyExperiment]
-    model: str
+    config: ExperimentConfig
     champion: str = ""
     stop: str = ""
 
@@ -106,7 +105,7 @@ def plan_retraining(config: ExperimentConfig, settings: Settings) -> Plan:
         )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
-    plan = Plan(config=config, model=model, champion=champion.number if champion is not None else "")
+    plan = Plan(config, champion.number if champion is not None else "")
     if newest is None:
         return plan
     digest = source_digest(recipe.source(config.data, config.train.seed))
@@ -115,10 +114,10 @@ def plan_retraining(config: ExperimentConfig, settings: Settings) -> Plan:
     nothing_new &= not newest.decision.startswith(f"kept: {NOT_COMPARED}")
     if champion is None:
         stop = f"no new data since version {newest.number}, which was not promoted ({newest.decision})"
-        return plan.model_copy(update={"stop": stop if nothing_new and newest.decision else ""})
+        return replace(plan, stop=stop if nothing_new and newest.decision else "")
     if nothing_new:
-        return plan.model_copy(update={"stop": f"no new data since version {newest.number} was made"})
-    return plan.model_copy(update={"config": _from_champion(config, champion, registry, settings)})
+        return replace(plan, stop=f"no new data since version {newest.number} was made")
+    return replace(plan, config=_from_champion(config, champion, registry, settings))
 
 
 def _from_champion(

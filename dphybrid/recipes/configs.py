@@ -14,9 +14,9 @@ from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, ValidationError, WithJsonSchema
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import ExperimentConfig, Section, flatten, leaves, merge, nest
@@ -177,13 +177,6 @@ def _parsed(values: Values, kinds: Mapping[str, object], prefix: str = "") -> Va
 def as_config(value: object) -> Any:
     """Return the config that a mapping describes; return anything else unchanged."""
     return build_config(value) if isinstance(value, dict) else value
-
-
-_SCHEMA = {"type": "object", "title": "Experiment", "additionalProperties": True}
-_ANY_OBJECT = WithJsonSchema(_SCHEMA, mode="validation")
-AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJECT]
-"""Type of a field or parameter that takes an experiment of any recipe. Mappings are validated by their
-recipe's class; the JSON schema says only `object`, as no single schema fits all recipes."""
 
 
 def stored_config(

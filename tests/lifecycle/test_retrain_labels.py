@@ -75,7 +75,6 @@ def test_the_better_challenger_is_promoted(
     day(2, range(3, 12)).write_parquet(days / "day-2.parquet")  # of six shops the champion knows nothing
     better = retrained(days)
     assert better.promoted
-    assert better.challenger["accuracy"] > better.champion["accuracy"]
     champion = open_registry(load_settings()).champion("kind")
     assert champion.number == "2"
     assert champion.decision.startswith("promoted: better: validation accuracy ")
