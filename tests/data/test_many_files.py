@@ -66,14 +66,28 @@ def test_files_whose_columns_stand_in_another_order_are_put_in_order(tmp_path: P
         ctr(tmp_path, tmp_path / "two")
 
 
-def test_folders_that_name_values_give_no_columns_and_brackets_are_no_patterns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_folders_of_partitions_are_columns_of_any_format(tmp_path: Path, kind: str) -> None:
+    frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), infer_schema=False)
+    for word in "abcde":
+        folder = tmp_path / "lake" / f"word={'a%20z' if word == 'a' else word}"
+        folder.mkdir(parents=True)
+        part = frame.filter(pl.col("word") == word).drop("word")
+        write_to = {"parquet": part.write_parquet, "csv": part.write_csv, "jsonl": part.write_ndjson}[kind]
+        write_to(folder / f"0.{kind}")
+    prepared = ctr(tmp_path, tmp_path / "lake")
+    assert {c["name"]: c["role"] for c in prepared.manifest.facts["columns"]}["word"] == "categorical"
+    assert sorted(vocabulary(prepared, "word")) == ["a z", *"bcde"]
+    assert len(prepared.arrays["labels_B"]) == NUM_ROWS
+
+
+def test_folders_further_up_are_no_partitions_and_brackets_no_patterns(tmp_path: Path) -> None:
     frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), try_parse_dates=True)
-    folder = tmp_path / "seed=3" / "mine [a]=2"
+    folder = tmp_path / "seed=3" / "mine [a]"
     folder.mkdir(parents=True)
     frame.write_parquet(folder / "x[1].parquet")
     prepared = ctr(folder, folder / "x[1].parquet")
     assert prepared.info["inputs"] == ["n", "day", "word", "user_id"]
-    assert "folders such as mine [a]=2 give no columns" in prepared.describe()
     assert sorted(vocabulary(prepared, "word")) == list("abcde")
 
 

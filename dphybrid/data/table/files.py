@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
+from itertools import takewhile
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -177,15 +179,24 @@ def frame_digest(files: Iterable[Path]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
+def folder_values(file: Path) -> dict[str, str | None]:
+    """Return the columns that folders named key=value right above a file give, and their value."""
+    # Not those further up: below `seed=3`, a data folder would add a column to every saved frame.
+    folders = reversed([*takewhile(lambda part: "=" in part, reversed(file.parent.parts))])
+    pairs = (folder.split("=", 1) for folder in folders)
+    return {name: None if text == "__HIVE_DEFAULT_PARTITION__" else unquote(text) for name, text in pairs}
+
+
 def names_of(file: Path, data: RowFiles, named: Sequence[str] = ()) -> list[str]:
     """Return the columns of a file by its first rows, or its schema. Raises UserError as `read_rows` does."""
     match _format_of(file):
         case "csv":
-            return [*dialect_of(file, data, named).types]
+            own = [*dialect_of(file, data, named).types]
         case "json":
-            return json_names(file)
+            own = json_names(file)
         case kind:
-            return _read_arrow(file, kind).frame.collect_schema().names()
+            own = _read_arrow(file, kind).frame.collect_schema().names()
+    return [*dict.fromkeys([*own, *folder_values(file)])]
 
 
 def read_rows(
@@ -244,9 +255,11 @@ def _one_table(parts: Sequence[Part]) -> tuple[pl.LazyFrame, list[str]]:
     """Return the rows of all files with the columns of the first one, and notes on those that come or go.
     Raises UserError for files that are not of one table."""
     first, notes = parts[0].file, list[str]()
-    if "=" in first.parent.name:
-        line = "pl.scan_parquet(FOLDER, hive_partitioning=True) has them"
-        notes.append(f"folders such as {first.parent.name} give no columns; {line}")
+    for part in parts:
+        own, added = part.frame.collect_schema(), folder_values(part.file).items()
+        part.frame = part.frame.with_columns(
+            pl.lit(text, pl.String).alias(name) for name, text in added if name not in own
+        )
     schemas = [part.frame.collect_schema() for part in parts]
     names = schemas[0].names()
     for part, schema in zip(parts, schemas, strict=True):

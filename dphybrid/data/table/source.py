@@ -18,7 +18,7 @@ from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Progress, Source, reading_files
 from dphybrid.data.table.encoder import Base, Encoder, open_base
-from dphybrid.data.table.files import Rows, find_parts, names_of, read_rows
+from dphybrid.data.table.files import Rows, find_parts, folder_values, names_of, read_rows
 from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
@@ -82,6 +82,7 @@ class TableSource(Source):
         excluded = {"path", "valid_path", "test_path", "schema_file", "base"}
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
+            "folders": [folder_values(file) for file in self.files],
             "files": [len(self.read_files), len(self.held_files), len(self.test_files)],
             "base": self.base.prepared.digest if self.base else None,
         }

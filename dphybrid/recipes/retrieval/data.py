@@ -24,6 +24,7 @@ from dphybrid.data.table.files import (
     check_rejected,
     complete_rows,
     find_parts,
+    folder_values,
     named_columns,
     read_rows,
 )
@@ -102,7 +103,8 @@ class _InteractionSource(Source):
     def options(self) -> dict[str, object]:
         values = self.data.model_dump(mode="json", exclude={"path", "test_path"})
         values |= {"test_files": len(self.test_files)} if self.test_files else {}
-        return values | {"sample": not self.read_files}
+        folders = [folder_values(file) for file in self.files]
+        return values | {"sample": not self.read_files, "folders": folders}
 
     @property
     def num_test_digests(self) -> int:
