@@ -71,7 +71,7 @@ def test_the_command_gives_the_evaluations_numbers(trained: tuple[Report, Path],
     labels = [line.endswith("yes") for line in rows(500, 1)]
     # float32 probabilities may tie where logits differ: each such pair counts half
     assert roc_auc_score(labels, found["probability"]) == pytest.approx(report.metrics["auc"], abs=1e-4)
-    for name in (report.run_id, report.best_checkpoint, "models:/clicks@champion"):
+    for name in (report.best_checkpoint, "models:/clicks@champion"):
         printed = command("predict", name, *predict[2:]).encode()
         assert pl.read_csv(printed, schema_overrides=dict(found.schema)).equals(found)
 
@@ -193,13 +193,13 @@ def test_wrong_calls_end_with_a_message(
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
 
 
-def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: Path) -> None:
+def test_the_module_of_any_run_comes_back_by_name_folder_or_alias(data_dir: Path) -> None:
     report = run_with(
         "recipe=hybrid", "train.epochs=1", "train.batch_size=1000", "checkpoint.register_as=any"
     )
     whole = model_from_checkpoint(report.best_checkpoint).state_dict()
     folder = str(Path(report.best_checkpoint).parent.parent)
-    for which in (report.run_name, report.run_id, folder, report.best_checkpoint, "models:/any@challenger"):
+    for which in (report.run_name, folder, report.best_checkpoint, "models:/any@challenger"):
         state = dphybrid.load_model(which, "cpu*2").state_dict()
         assert state.keys() == whole.keys()
         assert all(torch.equal(value, whole[name]) for name, value in state.items())

@@ -59,7 +59,6 @@ class Users(Recipe):
     summary = "Made-up labels of users."
     model = UsersModel
     train = {"epochs": 2, "batch_size": 24, "lr": 0.01, "patience": 0, "log_every": 2}
-    checkpoint = {"every_steps": 2, "keep_last": 2}
     bad_rows = (102,)
 
     def rows(self, data: DataConfig, seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -96,7 +95,8 @@ class Weightless(Users):
 
 
 def trained(*overrides: str, resume: str | None = None, recipe: str = "Users") -> Report:
-    config = load_config(None, [f"recipe={__name__}:{recipe}", "model.dtype=float64", *overrides])
+    values = [f"recipe={__name__}:{recipe}", "model.dtype=float64", "checkpoint.every_steps=2", *overrides]
+    config = load_config(None, values)
     return run_job(config, load_settings(), run_name=None if resume else "run", resume=resume)
 
 

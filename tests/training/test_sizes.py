@@ -15,8 +15,8 @@ def of_ctr(rows: int, **train: Any) -> tuple[ExperimentConfig, list[str]]:
     return find_recipe("ctr").sized(build_config({"recipe": "ctr", "train": train}), rows, NO_IDS)
 
 
-SIZES = [(5, 32, 200, 20), (300, 32, 200, 20), (1000, 32, 125, 12), (6000, 256, 167, 16)]
-SIZES += [(26_000, 512, 78, 7), (10**8, 512, 10, 3)]
+SIZES = [(5, 32, 200, 5), (300, 32, 200, 5), (1000, 32, 125, 5), (6000, 256, 167, 5)]
+SIZES += [(26_000, 512, 78, 5), (10**8, 512, 10, 3)]
 
 
 @pytest.mark.parametrize(("rows", "batch_size", "epochs", "patience"), SIZES)
