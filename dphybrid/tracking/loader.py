@@ -14,7 +14,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 _LONGEST_PATH = 4096
-"""Characters; whoever made a model may have written more."""
+"""Characters of the path that are read: a file from elsewhere may hold a text of any length."""
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from urllib.parse import unquote
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 
-_ADDRESS = re.compile(r"(?i)[a-z][a-z0-9+.-]*://[^\s\"'`<>]+")
+# Begins where a word begins, so that a long word is read once, not from each of its letters.
+_ADDRESS = re.compile(r"(?i)(?<![a-z0-9+.-])[a-z0-9+.-]++://[^\s\"'`<>]+")
 _LOCATION = re.compile(r"[^?#]*(#/[\w/.-]*(\?workflowType=\w+)?)?")
 """Host, port and path of an address, and the fragment of a page of MLflow's."""
 

@@ -252,8 +252,8 @@ def encoded(
                 f"column {column.name!r} holds {series.dtype}, but training had {had}; write those"
             )
         # Each column has categories of its own, and decides for itself whether floats are whole.
-        mixes = series.dtype == pl.String or (type_of(series.dtype) and column.form.type != "text")
-        alone = column.role == "bag" or not mixes or series.dtype in (pl.Categorical, pl.Enum)
+        alone = column.role == "bag" or series.dtype in (pl.Categorical, pl.Enum)
+        alone |= series.dtype != pl.String and column.form.type == "text"
         together[series.dtype, column.form, column.role, number if alone else None].append(number)
     read = dict[int, tuple[Array, pl.Series, list[Array]]]()
     for numbers in together.values():
