@@ -315,6 +315,13 @@ def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path)
     assert TableDataConfig(missing="-200,-9999").no_value[-2:] == ("-200", "-9999")
 
 
+def test_words_for_no_value_may_come_late(tmp_path: Path) -> None:
+    lines = [f"{i % 97},{i / 2},x{i % 5},1" for i in range(LATE)] + ["NA, NA,NA,1", "5,null, x1 ,0"]
+    rows = rows_of(tmp_path, "shop_id,price,kind,y\n" + "\n".join(lines))
+    assert rows.table().tail(2).rows() == [(None, None, None, 1), (5, None, "x1", 0)]
+    assert not rows.rejected
+
+
 def test_numbers_that_mean_no_value_in_any_notation(tmp_path: Path) -> None:
     body = "n,y\n" + "".join(f"{-200 if i % 4 == 0 else i * 3 % 50 + 0.5},{i % 2}\n" for i in range(200))
     prepared = from_file_of(tmp_path, body.replace("-200,", "-200.0,"), missing="-200")

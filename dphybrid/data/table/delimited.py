@@ -20,12 +20,13 @@ import polars as pl
 
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.batches import Array
-from dphybrid.data.foreign import writing
 from dphybrid.data.table.values import EXACT, NAMES_AN_ID
 from dphybrid.util.errors import UserError
 
 _SNIFFED = 20_480
-"""Rows from which DuckDB infers how a file is written."""
+"""Rows from which DuckDB infers how a file is written and typed."""
+_SNIFFED_TEXTS = 2_048
+"""Of these, the rows that suffice where cells are not typed."""
 _ROW_GROUP = 2**17
 _SMALL = 2**26
 """With fewer bytes, the rows of a file are in memory at once."""
@@ -52,11 +53,12 @@ class Rejected(TypedDict):
 
 @dataclass
 class Part:
-    """The rows of a file. first: the line of its first row."""
+    """The rows of a file. first: the line of its first row. small: whether they are in memory."""
 
     file: Path
     frame: pl.LazyFrame
     first: int = 1
+    small: bool = False
     rejected: list[Rejected] = field(default_factory=list)
 
     @cached_property
@@ -81,6 +83,7 @@ class Dialect:
         notes: What is unusual.
         header: Whether the first line names the columns.
         comma: Whether decimals are written with a comma.
+        gaps: Whether cells of the first rows that are no texts hold a word for no value.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class Dialect:
     notes: tuple[str, ...] = ()
     header: bool = True
     comma: bool = False
+    gaps: bool = False
 
 
 def read_csv(
@@ -99,11 +103,16 @@ def read_csv(
     dialect = dialect_of(files[0], data, named, as_text)
     columns = [[*dialect.types], *(_columns_of(file, dialect, named) for file in files[1:])]
     types = dict.fromkeys(chain.from_iterable(columns), "VARCHAR") | {**dialect.types}
+    # Each text takes time at each cell of the table: of texts, `files.read_rows` drops these words.
+    options = dict(dialect.options) if dialect.gaps else {**dialect.options, "nullstr": [""]}
     while True:
         parts, misfits = list[Part](), Counter[str]()
         for file, target, names in zip(files, targets, columns, strict=True):
             own = {name: types[name] for name in names}
-            parts.append(_typed(file, target, dialect.options, own, misfits))
+            parts.append(_typed(file, target, options, own, misfits))
+        if misfits.total() and options["nullstr"] != dialect.options["nullstr"]:
+            options |= {"nullstr": dialect.options["nullstr"]}
+            continue
         # The first rows gave the types. They hold if nearly all other cells fit, too.
         most = data.max_rejected * sum(part.size + len(part.rejected) for part in parts)
         wrong = {name for name, cells in misfits.items() if cells > most}
@@ -142,18 +151,19 @@ def _sniff(
         "nullstr": ["", *data.no_value, *(f" {text}" for text in data.no_value)],
         **{name: value for name, value in flags.items() if value != "auto"},
     }
-    options, types = _sniffed(database, file, fixed)
-    rows = _texts(database, file, options, len(types), _SNIFFED)
+    sniffed = _SNIFFED_TEXTS if as_text else _SNIFFED
+    options, types = _sniffed(database, file, fixed, sniffed)
+    rows = _texts(database, file, options, len(types), sniffed)
     first = _cells(file, rows)
     header = options["header"] if data.header != "auto" else _is_header(first, options, named, as_text)
     if header != options["header"]:
-        options, types = _sniffed(database, file, fixed | {"header": header})
+        options, types = _sniffed(database, file, fixed | {"header": header}, sniffed)
     quotes = (cells.str.contains('"', literal=True).any() for cells in rows)
     if data.quote == "auto" and not options["quote"] and not any(quotes):
         options |= {"quote": '"', "escape": '"'}  # which later rows may have
     # With another separator than the comma, decimals may have one: if more columns are numbers then.
     if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
-        with_commas = _sniffed(database, file, options | {"decimal_separator": ","})
+        with_commas = _sniffed(database, file, options | {"decimal_separator": ","}, sniffed)
         if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
             options, types = options | {"decimal_separator": ","}, with_commas[1]
     names = _names(file, first, named) if header else [*map(str, range(len(types)))]
@@ -166,7 +176,9 @@ def _sniff(
     of_ids = {name for name in names if NAMES_AN_ID.search(name)}
     types = ["ID" if t == "BIGINT" and n in of_ids else t for n, t in zip(names, types, strict=True)]
     comma = options["decimal_separator"] == ","
-    return Dialect(options, dict(zip(names, types, strict=True)), tuple(notes), bool(header), comma)
+    numbers = (cells for cells, kind in zip(rows, types, strict=True) if kind != "VARCHAR")
+    gaps = any(cells.str.strip_chars().is_in(data.no_value).any() for cells in numbers)
+    return Dialect(options, dict(zip(names, types, strict=True)), tuple(notes), bool(header), comma, gaps)
 
 
 def _columns_of(file: Path, dialect: Dialect, named: Sequence[str]) -> list[str]:
@@ -175,17 +187,20 @@ def _columns_of(file: Path, dialect: Dialect, named: Sequence[str]) -> list[str]
         return [*dialect.types]
     database = _database().cursor()
     with _reading(file, "", _REMEDY):
-        _, types = _sniffed(database, file, dialect.options)
+        _, types = _sniffed(database, file, dialect.options, _SNIFFED_TEXTS)
         rows = _texts(database, file, dialect.options, len(types), 1)
     return _names(file, _cells(file, rows), named)
 
 
-def _sniffed(database: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options with which DuckDB would read a file, and the types of its columns."""
+def _sniffed(
+    database: Any, file: Path, given: Mapping[str, Any], rows: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the options with which DuckDB would read a file, and the types of its columns, by so many
+    rows."""
     import duckdb
 
     given = {name: value for name, value in given.items() if name != "skip"}
-    how = {**given, "ignore_errors": True, "sample_size": _SNIFFED}
+    how = {**given, "ignore_errors": True, "sample_size": rows}
     what = "Delimiter, Quote, Escape, SkipRows, HasHeader, Columns, DateFormat, TimestampFormat"
     try:
         (found,) = _query(database, "sniff_csv", file, how, f"SELECT {what}").fetchall()
@@ -193,7 +208,7 @@ def _sniffed(database: Any, file: Path, given: Mapping[str, Any]) -> tuple[dict[
         if "strict_mode" in given:
             raise
         # Such as line ends of two kinds.
-        return _sniffed(database, file, {**given, "strict_mode": False})
+        return _sniffed(database, file, {**given, "strict_mode": False}, rows)
     delimiter, quote, escape, skip, header, columns, dates, times = found
     quote, escape = ("" if sign in ("(empty)", "\0") else sign for sign in (quote, escape))
     options = {**given, "delim": delimiter, "quote": quote, "escape": escape, "skip": skip, "header": header}
@@ -274,8 +289,8 @@ def _words(rows: pl.DataFrame, types: Sequence[str], names: Sequence[str], data:
 def _typed(
     file: Path, target: Path, options: Mapping[str, Any], types: Mapping[str, str], misfits: Counter[str]
 ) -> Part:
-    """Write the rows of a file as Arrow or Parquet. types: of its columns, by name. misfits: gets the number
-    of cells by column that are not of its type."""
+    """Read the rows of a file into memory, or write them as Parquet. types: of its columns, by name. misfits:
+    gets the number of cells by column that are not of its type."""
     # By number, as DuckDB takes names that differ only in case for equal.
     columns = {f"c{i}": name for i, name in enumerate(types)}
     read_as = {place: _READ_AS.get(types[name], types[name]) for place, name in columns.items()}
@@ -284,8 +299,6 @@ def _typed(
     for place, name in columns.items():
         text, column = f"nullif(trim({place}), '')", pl.col(place)
         match types[name]:
-            case "VARCHAR":
-                cells.append(f"{text} AS {place}")
             case "ID":
                 number = f"try_cast({text} AS BIGINT)"
                 cells.append(f"{number} AS {place}, {text} IS DISTINCT FROM {number}::VARCHAR AS not_{place}")
@@ -299,10 +312,9 @@ def _typed(
     database = _database().cursor()  # which has the table of errors for itself
     with _reading(file, "", _REMEDY):
         rows = _query(database, "read_csv", file, how, f"SELECT {', '.join(cells)}")
-        if file.stat().st_size < _SMALL and _packing_of(file) == "none":
-            with writing(target):  # which takes a fifth less time in all
-                pl.DataFrame(rows).write_ipc(target, compression="uncompressed")
-            frame = pl.scan_ipc(target, glob=False)
+        small = file.stat().st_size < _SMALL and _packing_of(file) == "none"
+        if small:
+            frame = pl.DataFrame(rows).lazy()
         else:
             rows.write_parquet(str(target), row_group_size=_ROW_GROUP)
             frame = pl.scan_parquet(target, glob=False)
@@ -329,7 +341,7 @@ def _typed(
             row = Rejected(file=str(file), line=line, reason=why, text=(text or "")[:_SHOWN])
             rejected.setdefault(line, row)
     first = 1 + int(options["skip"]) + bool(options["header"])
-    return Part(file, frame.select(*columns).rename(columns), first, [*rejected.values()])
+    return Part(file, frame.select(*columns).rename(columns), first, small, [*rejected.values()])
 
 
 def read_json(file: Path, target: Path) -> Part:

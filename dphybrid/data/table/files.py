@@ -230,10 +230,10 @@ def read_rows(
             parts = [read_json(file, target) for file, target in zip(files, targets, strict=True)]
         case _:
             parts = [_read_arrow(file, kind) for file in files]
-    if kind != "csv":  # whose texts DuckDB has stripped
-        texts = string().str.strip_chars()
-        for part in parts:
-            part.frame = part.frame.with_columns(pl.when(~texts.is_in(["", *data.no_value])).then(texts))
+    texts = string().str.strip_chars()
+    for part in parts:
+        frame = part.frame.with_columns(pl.when(~texts.is_in(["", *data.no_value])).then(texts))
+        part.frame = frame.collect().lazy() if part.small else frame
     frame, notes = _one_table(parts)
     rejected = [row for part in parts for row in part.rejected]
     num_rows = sum(part.size for part in parts)
