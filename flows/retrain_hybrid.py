@@ -52,7 +52,7 @@ def retrain_hybrid(
         data_path: File, folder or pattern of the data.
         label: Column to predict.
         register_as: Name of the model in MLflow's registry.
-        recipe: Kind of model; empty: the data decides.
+        recipe: Kind of model; empty: ctr with a label.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.

@@ -39,7 +39,7 @@ def sweep_hybrid(
             "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
         data_path: File, folder or pattern of the data.
         label: Column to predict.
-        recipe: Kind of model; empty: the data decides.
+        recipe: Kind of model; empty: ctr with a label, else text.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.

@@ -40,7 +40,7 @@ class TrainedRun:
 
     @property
     def name(self) -> str:
-        """The run's name, by which commands find it, too."""
+        """The run's name, which commands take, too."""
         return self.folder.name
 
     @property

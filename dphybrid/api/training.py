@@ -52,7 +52,7 @@ def train(
         data: a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list
             of records, or a path: a file, a folder or a pattern. A frame is written to the data folder once
             and read like any file; the same frame gives the same prepared data.
-        recipe: kind of experiment (default: "ctr" for frames, else decided by the data).
+        recipe: kind of experiment (default: "ctr" for frames and with a label, else "text").
         label: column with the answer.
         valid: separate validation rows, in the same form as `data`.
         test: test rows, in the same form; the best checkpoint is measured on them once, at the end.

@@ -1,7 +1,7 @@
 """Set up or update a Prefect server: work pool, queues, automation, and the deployments of a prefect.yaml.
 
-The deployments become as the file has them, as with `prefect deploy`. Without a prefect.yaml here, they are
-the package's: copy the file whose path is printed, and edit it.
+The file's deployments replace those of the server, as with `prefect deploy`. Without a prefect.yaml in this
+folder, it is the package's own file: copy it from the path that is printed, and edit the copy.
 
 examples:
   PREFECT_API_URL=http://server:4200/api %(prog)s

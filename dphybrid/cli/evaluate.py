@@ -4,9 +4,9 @@ examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
   %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz'
 
-Prints the recipe's metrics with a 95%% interval, and precision and recall of each class. The files hold rows
-with the label's column; of recipe retrieval later interactions, of text later text. For curves, give the
-labels and dphybrid.load(MODEL).predict(rows) to scikit-learn.
+Prints the recipe's metrics with a 95%% interval, and precision and recall of each class. Give rows with the
+label's column, later interactions to a model of recipe retrieval, or later text to one of recipe text. For
+curves, give the labels and dphybrid.load(MODEL).predict(rows) to scikit-learn.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ class Flags(Command):
     devices: str = "cpu"
     """Devices on which the model runs."""
     batch_size: int | None = Field(default=None, ge=1)
-    """Rows of a batch, over all devices; by default 1,024 of a table, else as in training."""
+    """Rows of a batch, over all devices (default: 1,024 for tables, else as in training)."""
 
     def run(self) -> int:
         """Print the evaluation."""

@@ -53,7 +53,7 @@ class ConfigCommand(Command):
     def help_of(cls, given: Given) -> tuple[str, Fields]:
         recipe = recipe_of(given)
         intro = f"{recipes_text()}\n\nThe flags below are {recipe}'s."
-        what = "One of these recipes, or your own as package.module:NAME (default: by the data)."
+        what = "One of these, or your own as package.module:NAME (default: ctr with a label, else text)."
         name = FieldInfo(annotation=str, default=None, description=what)
         return intro, {**dict(leaves(cls)), **field_types(recipe), "recipe": name}
 

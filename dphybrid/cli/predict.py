@@ -41,9 +41,9 @@ class Flags(Command):
     keep: list[str] = Field(default=[])
     """Also write this column of the input; may be repeated."""
     threshold: float | None = None
-    """Of two classes, also write the predicted one: positive if its probability is X or more."""
+    """Also write the predicted one of two classes: the positive one if its probability is at least X."""
     top: int | None = None
-    """Items for each user, of a model that recommends (default: 10)."""
+    """Number of items for each user, if the model recommends (default: 10)."""
     prompt: str | None = None
     """Beginning of a text that a model of recipe text continues; then no --data.path is needed."""
     length: int = Field(default=100, ge=1)
@@ -51,7 +51,7 @@ class Flags(Command):
     temperature: float = Field(default=0.8, ge=0.0)
     """With --prompt: below 1, likelier tokens are preferred; 0: always the likeliest."""
     seed: int = 0
-    """With --prompt: of the random choice of tokens."""
+    """With --prompt: seed of the random choice of tokens."""
 
     def run(self) -> int:
         """Write or print predictions for new files, or continue a text."""

@@ -6,12 +6,12 @@ examples:
   %(prog)s remove --older-than 30 --yes
   %(prog)s adopt ctr-cpu-1121-044553
 
-adopt makes a run folder that you have copied into the data folder, and that you trust, your own. Other runs
-from elsewhere are only read: they are not continued, sent or removed.
+adopt makes a run folder your own that you have copied into the data folder and that you trust. Without it,
+runs from elsewhere are only read: they are not continued, sent or removed.
 
-remove prints what would go; with --yes it goes: the run's folder and records, its prepared data and frames,
-and its run and models in MLflow, where `mlflow gc` empties the trash. A run stays if it is running, if it
-waits in Prefect's queue, if its records wait, or if its model has an alias.
+remove prints what it would remove, and removes it with --yes: the run's folder, its prepared data and frames,
+and its run and models in MLflow, whose trash `mlflow gc` empties. It keeps runs that are running or queued,
+runs whose record has not reached MLflow, and runs that a model alias points to.
 """
 
 from typing import Literal
@@ -32,9 +32,9 @@ class Flags(Command):
     names: Positional[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = Field(default=None, ge=0, le=36_500)
-    """remove: all runs that began earlier than so many days ago."""
+    """remove: all runs that began more than X days ago."""
     yes: bool = False
-    """remove: do it; without this flag only say what would go."""
+    """remove: carry it out; without this flag, only print what would be removed."""
 
     def run(self) -> int:
         """List, adopt or remove runs; return the exit code."""

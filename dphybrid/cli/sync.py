@@ -1,9 +1,9 @@
-"""Copy to MLflow what it missed of the runs' records, and end runs whose process died.
+"""Send MLflow the records of runs that it has missed, and end runs whose process died.
 
 Training never waits for MLflow: its record is in the run's folder (record.jsonl). Run this when the server is
-back. Repeating it is safe, also while trainings run. Retrained models whose process died before it had
-compared them with the champion are compared now. The exit code is 1 when MLflow still lacks a part of a
-record, or a model could not be compared.
+back. Repeating it is safe, also while trainings run. If a retraining died before it had compared its model
+with the champion, the models are compared now. The exit code is 1 when MLflow still lacks a part of a record,
+or a model could not be compared.
 """
 
 from dphybrid.cli.parser import Command

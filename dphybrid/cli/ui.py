@@ -1,4 +1,4 @@
-"""Show MLflow's pages of one run, or of the list of a recipe's runs: print their address.
+"""Print the address of a run's page in MLflow, or of the list of a recipe's runs.
 
 examples:
   %(prog)s                                    all runs of the recipe that was trained last

@@ -119,8 +119,8 @@ class TableConfig(Section):
     # The description is an argument here because it is computed from RULES, which a docstring cannot be.
     optimizer: RowOptimizerName = Field(
         default="adam",
-        description="Optimizer of the table rows. auto: adam, but adagrad where an mlp of recipe ctr "
-        "makes one pass over many rows; the run prints it. State that each keeps: "
+        description="Optimizer of the table rows. auto: adagrad if the mlp of recipe ctr makes one pass over "
+        "many rows, else adam; the run prints the choice. State that each keeps: "
         + "; ".join(f"{rule.name}, {rule.says}" for rule in RULES.values())
         + ".",
     )
@@ -148,7 +148,7 @@ class TrainConfig(Section):
     """Parts in which a batch is computed, one after another; their gradients are added up before the update,
     so that the result is that of the whole batch, with a part of its memory."""
     limit_batches: int = Field(default=0, ge=0)
-    """Batches of each epoch that are trained, to try things out. 0: all."""
+    """Number of batches to train in each epoch, to try things out. 0: all."""
     lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -194,8 +194,8 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Stop with an error when a block uses a GPU operation whose bits may differ from run to run."""
     shuffle_rows: int = Field(default=2**24, ge=1)
-    """Rows shuffled at once. An epoch with more rows is dealt at random in blocks of 4,096 neighbours and
-    shuffled this many rows at a time, so that files larger than memory are read in long runs."""
+    """Number of rows that are shuffled as a whole. Of more rows, blocks of 4,096 neighbours are first dealt
+    at random to windows of this size, so that files larger than memory are read in long runs."""
 
 
 class CheckpointConfig(Section):

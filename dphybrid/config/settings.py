@@ -36,8 +36,8 @@ class Settings(BaseSettings):
     devices: DeviceText = "auto"
     """Devices of experiments with devices=auto."""
     threads: int = Field(default=0, ge=0, le=4096)
-    """CPU threads for torch. 0: torch decides, or the recipe (an LSTM of text: one). With a fixed number, CPU
-    results repeat bit for bit on another machine."""
+    """CPU threads for torch. 0: torch's own number; the LSTM of recipe text takes one. With a fixed number,
+    CPU results repeat bit for bit on another machine."""
     table_storage: Literal["memory", "mmap"] = "memory"
     """Where tables and their optimizer states are stored during a run: memory; or mmap, for tables larger
     than memory: temporary files in data_dir/tables, slower, with the same results."""

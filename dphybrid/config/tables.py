@@ -77,12 +77,12 @@ class RowFiles(DelimitedFiles):
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto: inferred from the file."""
     missing: Annotated[Names | None, BeforeValidator(lambda given: None if given == "" else given)] = ()
-    """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
-    like always do, unless this is given as the empty text. Write --data.missing=-1 for a text that begins
-    with a minus."""
+    """Further texts that mean "no value", separated by commas, besides the empty text, ?, NA, NaN, None,
+    null and the like. --data.missing '' reads all but the empty text as values. Write --data.missing=-1 for a
+    text that begins with a minus."""
     decimal: Literal["auto", ".", ","] = "auto"
-    """Decimal mark of numbers; auto: a point, or a comma if the columns are not separated by commas and more
-    columns are numbers then."""
+    """Decimal mark of numbers; auto: a comma if commas do not separate the columns and it makes more columns
+    numbers, else a point."""
     dateformat: str = ""
     """How dates and times are written, such as %d/%m/%Y or %m/%d/%Y %H:%M. Empty: ISO 8601."""
 

@@ -160,7 +160,7 @@ class Recipe:
         return config, of_batch + of_epochs + of_rest
 
     def threads(self, config: ExperimentConfig) -> int:
-        """Return with how many CPU threads a training is fastest; 0: torch's own number."""
+        """Return the number of CPU threads with which a training is fastest; 0: torch's own number."""
         return 0
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":

@@ -43,8 +43,8 @@ class RetrievalDataConfig(RowFiles):
     valid_fraction: float = Field(default=0.03, gt=0.0, lt=1.0)
     """Share of the rows in the validation split; not used by data.split=last."""
     test_path: str | None = None
-    """Files with later interactions, in the same columns: the best checkpoint looks for them once, at the
-    end, with the histories of all other rows."""
+    """Files with later interactions, in the same columns. At the end, the best checkpoint is evaluated on
+    them once; all other rows are the users' histories."""
     exclude_seen: bool = True
     """Leave out the items that a user has met, in evaluation and in recommendations."""
     negatives: int = Field(default=2048, ge=1, le=2**20)
@@ -87,8 +87,8 @@ class RetrievalModelConfig(ModelConfig):
     }
 
     kind: Literal["bag", "transformer"] = "bag"
-    """How the items that a user has met become a vector: bag, their sum; transformer: a sequence (SASRec).
-    New users get recommendations by their items."""
+    """Network that makes a vector of the items that a user has met: bag sums them, transformer reads them in
+    order (SASRec)."""
     dim: int = Field(default=64, ge=1, le=65536)
     """Width of an embedding row, and of a vector."""
     history: int = Field(default=0, ge=0, le=100_000)

@@ -26,7 +26,7 @@ class TextDataConfig(TextFiles):
     train, valid and test, such as wiki.train.tokens, are these parts. Empty: the language reference that
     comes with Python."""
     tokens: Literal["words", "bpe"] = "words"
-    """words: in lower case, with rare ones as `<unk>`; bpe: byte pairs, learned from the training split, for
+    """words: in lower case, rare ones become `<unk>`; bpe: byte pairs, learned from the training split, for
     source code and any other text."""
     vocabulary: int = Field(default=4096, ge=300, le=2**20)
     """Number of byte pairs."""
@@ -50,8 +50,8 @@ class TextModelConfig(ModelConfig):
     }
 
     kind: Literal["lstm", "decoder"] = "lstm"
-    """Network over the tokens' rows. decoder: a transformer as of today's language models (RMSNorm, rotary
-    positions, squared ReLU, no biases)."""
+    """Network over the tokens' rows. decoder: a transformer with RMSNorm, rotary positions, squared ReLU and
+    no biases."""
     dim: int = Field(default=256, ge=1, le=65536)
     """Width of an embedding row."""
     hidden: int = Field(default=256, ge=1, le=65536)
