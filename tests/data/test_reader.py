@@ -205,8 +205,8 @@ def test_a_base_goes_on_when_columns_come_and_go(tmp_path: Path) -> None:
     base = from_file_of(tmp_path, "site,n,y\n" + first, "1.csv")
     more = {"base": str(base.path), "numeric": ("n",)}  # a schedule repeats the first training's flags
     grown = from_file_of(tmp_path, "site,campaign,y\n" + later, "2.csv", **more)
-    assert "columns that the earlier table has not are left out: campaign" in grown.describe()
-    assert "columns of the earlier table are gone, no values: n" in grown.describe()
+    assert "columns that the earlier table lacks are left out: campaign" in grown.describe()
+    assert "columns of the earlier table that are missing have no values: n" in grown.describe()
     assert grown.info["inputs"] == base.info["inputs"]
     assert {"s9", "s10"} <= known_of(grown, "site")
 

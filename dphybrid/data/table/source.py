@@ -336,9 +336,9 @@ def _with_columns(rows: Rows, encoder: Encoder, taken: Mapping[str, str], data: 
     columns came and went."""
     names, notes = rows.names, list(rows.notes)
     if gone := [name for name in encoder.names if name not in names]:
-        notes.append(f"columns of the earlier table are gone, no values: {', '.join(gone)}")
+        notes.append(f"columns of the earlier table that are missing have no values: {', '.join(gone)}")
     if come := [n for n in names if n not in encoder.names and n not in taken and n not in data.ignore]:
-        notes.append(f"columns that the earlier table has not are left out: {', '.join(come)}")
+        notes.append(f"columns that the earlier table lacks are left out: {', '.join(come)}")
     frame = rows.frame.with_columns(pl.lit(None, pl.String).alias(name) for name in gone)
     return replace(rows, frame=frame, notes=notes)
 
