@@ -309,7 +309,7 @@ def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path)
     body = "country,y\n" + "".join(f"{('NA', 'DE', 'FR')[i % 3]},{i % 2}\n" for i in range(300))
     prepared = from_file_of(tmp_path, body)
     assert (
-        "NA are read as missing, of the first rows 100 of country; --data.missing ''" in prepared.describe()
+        "NA count as no value (in the first rows: 100 of country); --data.missing ''" in prepared.describe()
     )
     assert "NA" in known_of(from_file_of(tmp_path, body, missing=None), "country")
     assert TableDataConfig(missing="-200,-9999").no_value[-2:] == ("-200", "-9999")

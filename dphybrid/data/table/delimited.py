@@ -282,7 +282,7 @@ def _words(rows: pl.DataFrame, types: Sequence[str], names: Sequence[str], data:
     texts = zip(names, types, rows, strict=True)
     counts = {n: c.str.strip_chars().is_in(words).sum() for n, kind, c in texts if kind == "VARCHAR"}
     found = ", ".join(f"{cells:,} of {name}" for name, cells in counts.items() if cells)
-    note = f"cells such as NA are read as missing, of the first rows {found}; --data.missing '' keeps them"
+    note = f"cells such as NA count as no value (in the first rows: {found}); --data.missing '' keeps them"
     return [note] if found else []
 
 
