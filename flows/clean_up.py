@@ -28,7 +28,6 @@ def clean_up(keep_days: Annotated[float, Field(ge=0, le=36500)] = 30) -> State:
         removal = plan_removal(settings, older_than_days=keep_days)
         for name, why in removal.kept.items():
             print(f"{name}: stays, {why}", flush=True)
-        size = f"{removal.num_bytes / 2**20:,.1f} MiB"
         for line in remove(removal, settings):
             print(line, flush=True)
-        return Completed(message=f"removed {len(removal.runs)} runs, {size}")
+        return Completed(message=f"removed {len(removal.runs)} runs")

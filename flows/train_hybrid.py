@@ -64,11 +64,9 @@ def main(argv: Sequence[str]) -> int:
         args = flow_command("train_hybrid", sentence, RunCommand, argv)
         config, _ = args.experiment()
         with in_this_process():
-            done = train_hybrid.with_options(log_prints=False)(
+            train_hybrid.with_options(log_prints=False)(
                 config=config.model_dump(exclude_unset=True), run_name=args.run_name, resume=args.resume
             )
-        if args.report is not None:
-            done.write(args.report)
         return 0
 
     return run_cli(run)

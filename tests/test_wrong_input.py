@@ -127,7 +127,6 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         (f"train {OK} --table.optimizer adamx", "table.optimizer = 'adamx'"),
         (f"train {OK} --devices gpu", "'gpu' .from --devices.: cannot read 'gpu'; use auto, "),
         ("train --config ok.csv", "--config ok.csv: cannot be read .Expected '='"),
-        (f"train {OK} --report nowhere/x.json", "nowhere/x.json: cannot be written there; name a file"),
         ("train --recipe os:path", "recipe = 'os:path': os has no recipe 'path'"),
         ("devices --ask 0", "--ask 0: there is no cuda:0"),
         (f"train {OK} --run-name ../x", "use a plain name of at most 180 bytes, without slashes"),
@@ -144,7 +143,6 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("train --config nowhere.toml", "--config nowhere.toml: cannot be read .*No such file"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
-        ("compare", "RUN: is missing"),
         ("predict nobody --data.path=", "data.path='': is empty; give a path"),
         ("evaluate nobody --data.path=", "data.path='': is empty; give a path"),
         ("predict nobody --prompt a --data.encoding utf-8", "give either --data.path, or --prompt"),
@@ -257,8 +255,7 @@ def test_every_option_with_a_path_knows_the_home_folder(
     assert (home / "roles of x.toml").is_file()
     assert f"Roles: {home}/roles of x.toml" in said
     given = ("train", "--config=~/s.toml", "--train.epochs=1", "--run-name", "one", "--tracking", "none")
-    command(*given, "--report=~/report.json", "--data.schema-file=~/roles of x.toml")
-    assert json.loads((home / "report.json").read_text())["run_name"] == "one"
+    command(*given, "--data.schema-file=~/roles of x.toml")
     shutil.copytree(data_dir / "runs/one", home / "one")
     command("evaluate", "~/one", "--data.path=~/x 1.csv")
     command("predict", "~/one", "--data.path=~/x 1.csv", "--out=~/scores.csv")

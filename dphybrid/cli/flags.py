@@ -15,7 +15,7 @@ from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_
 from dphybrid.recipes.registry import BUILT_IN, OF_TABLES, choose_recipe, find_recipe, recipe_names
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, given_path, no_such_file
+from dphybrid.util.files import given_path, no_such_file
 
 
 def recipes_text() -> str:
@@ -122,13 +122,9 @@ class RunCommand(ExperimentCommand):
     """Continue a run with its values; without RESUME: the recipe's newest."""
     run_name: str | None = None
     """Name of the run and its folder (default: made of recipe, devices and time)."""
-    report: Path | None = None
-    """Copy the run's report, a page of JSON, to this file."""
 
     def data_config(self, base: ExperimentConfig | None = None) -> ExperimentConfig:
         """Return the config, with the values of the run to resume, whose name replaces `resume`."""
-        if self.report is not None:
-            self.report = check_target(self.report, f"--report {self.report}")
         if self.resume is not None:
             values = merge(read_config_file(self.config) if self.config else {}, self.values)
             run = named_run(load_settings(), self.resume, choose_recipe(values))

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError
 from dphybrid.util.text import aligned
 
 
@@ -82,9 +82,6 @@ def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
         print(f"{run.folder.name}: would be removed")
     for path in removal.needless:
         print(f"{path}: would be removed, no run needs it")
-    runs, size = counted(len(removal.runs), "run"), removal.num_bytes / 2**20
-    print(
-        f"{runs}, {size:,.1f} MiB"
-        + ("; repeat the command with --yes to remove them" if removal.runs or removal.needless else "")
-    )
+    found = removal.runs or removal.needless
+    print("Repeat the command with --yes to remove them" if found else "Nothing to remove")
     return 0

@@ -11,7 +11,6 @@ folder.
 """
 
 import json
-import secrets
 import shlex
 from datetime import datetime
 from typing import Any
@@ -42,7 +41,7 @@ class Flags(ExperimentCommand):
         """Run a sweep; return 1 when a run failed, else 0."""
         grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
-        name = _new_name() if self.sweep is None else self.sweep
+        name = f"sweep-{datetime.now():%m%d-%H%M%S}" if self.sweep is None else self.sweep
         from dphybrid.lifecycle.sweep import Sweep, run_sweep
 
         sweep = Sweep(name, config, grid, self.trials or 0)
@@ -55,11 +54,6 @@ class Flags(ExperimentCommand):
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
         return 1 if any(result.why_failed for result in results) else 0
-
-
-def _new_name() -> str:
-    # With a few random characters: two sweeps may begin in the same second.
-    return f"sweep-{datetime.now():%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _grid(text: str) -> dict[str, Any]:

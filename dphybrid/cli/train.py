@@ -6,11 +6,11 @@ examples:
   %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
   %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
   %(prog)s --resume                           continue the newest run of the recipe
-  %(prog)s --config experiment.toml --report result.json
+  %(prog)s --config experiment.toml
 
 Without --recipe, a label selects ctr, anything else text. A TOML file uses the same names as the flags:
 `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
-Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
+Data, runs (checkpoints, report.json) and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
 from collections.abc import Sequence
@@ -53,6 +53,4 @@ class Flags(RunCommand):
             from dphybrid.run.job import run_job
         report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
         print(report.text)
-        if self.report is not None:
-            report.write(self.report)
         return 0

@@ -221,8 +221,7 @@ def acquire(
     on_wait: Callable[[str], None],
     stop: StopRequest | None = None,
 ) -> Lease:
-    """Wait until the GPUs are free at two looks in a row, not leased, and training hours are open; then lease
-    them.
+    """Wait until the GPUs are free, not leased, and training hours are open; then lease them.
 
     Raises UserError for GPUs that did not come free in time, and Interrupted when `stop` was asked.
 
@@ -233,7 +232,7 @@ def acquire(
     """
     uuids = frozenset(gpu.uuid for gpu in wanted.gpus)
     folder, hours = lease_folder(settings.lease_dir), parse_training_hours(settings.training_hours)
-    ticket, seen_free, told, waited_s = "", set[str](), "", 0.0
+    ticket, told, waited_s = "", "", 0.0
     with ExitStack() as queued:
         while True:
             if stop:
@@ -244,22 +243,20 @@ def acquire(
             if closed:
                 # A ticket would reserve GPUs that others may use now.
                 queued.close()
-                ticket, seen_free = "", set()
+                ticket = ""
             else:
                 ticket = ticket or _take_ticket(folder, Holder.own(run, uuids, wanted.least), queued)
                 now = _look(visible(inventory.read()), folder, settings, ticket)
                 free = [gpu for gpu in now.free if gpu.uuid in uuids]
-                ready = [gpu for gpu in free if gpu.uuid in seen_free]
-                seen_free = {gpu.uuid for gpu in free}
-                chosen = [gpu for gpu in ready if gpu.uuid not in now.reserved][: wanted.most]
+                chosen = [gpu for gpu in free if gpu.uuid not in now.reserved][: wanted.most]
                 if len(chosen) >= wanted.least and (lease := try_lease(folder, chosen, run)):
                     return lease
                 reasons = [reason for uuid, reason in now.taken.items() if uuid in uuids]
-                for gpu in ready:
+                for gpu in free:
                     if gpu.uuid in now.reserved:
                         reasons.append(f"{gpu.label}: next is {now.reserved[gpu.uuid].name()}")
                 why = "; ".join(reasons) or inventory.reason
-                if waited_s > settings.gpu_wait_s and waited_s > LOOK_EVERY_S:
+                if waited_s >= settings.gpu_wait_s:
                     raise UserError(
                         f"{counted(wanted.least, 'GPU')} did not come free within {settings.gpu_wait_s:.0f} "
                         f"s: {why or 'another run was faster'}; try later, raise DPHYBRID_GPU_WAIT_S, or use "

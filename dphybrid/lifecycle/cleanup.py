@@ -5,8 +5,6 @@ Runs stay while they are running, while records of them wait, and if a registere
 them.
 """
 
-import os
-import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,25 +38,6 @@ class Removal:
     needless: Sequence[Path]
     kept: Mapping[str, str]
 
-    @property
-    def num_bytes(self) -> int:
-        """How much room removing makes, if MLflow's store has no links to the files."""
-        return size_of([*(run.folder for run in self.runs), *self.needless])
-
-
-def size_of(paths: Iterable[Path]) -> int:
-    """Return the bytes that files and folders take on the disk; a file with several names counts once."""
-    found: dict[tuple[int, int], int] = {}
-    for path in paths:
-        # os.walk, as pathlib takes five times as long.
-        below = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-        for file in below or [str(path)]:
-            with suppress(FileNotFoundError):  # removed meanwhile
-                status = os.lstat(file)
-                if stat.S_ISREG(status.st_mode):
-                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
-
 
 def row_of(run: Run) -> dict[str, object]:
     """Return what a list of runs shows of a run; of one whose files cannot be read, the reason."""
@@ -67,10 +46,9 @@ def row_of(run: Run) -> dict[str, object]:
         metrics = Report.read(page).metrics if page.is_file() else {}
         metric = next((f"{name} {metric_text(value)}" for name, value in metrics.items()), "")
         status = run.status
-        size = round(size_of([run.folder]) / 2**20, 1)
     except (UserError, OSError) as error:
         print(f"Note: {run.folder.name}: {error}", file=sys.stderr, flush=True)
-        metric, status, size = "", "unreadable", 0.0
+        metric, status = "", "unreadable"
     return {
         "run": run.folder.name,
         "recipe": run.page.recipe,
@@ -78,7 +56,6 @@ def row_of(run: Run) -> dict[str, object]:
         "created": run.page.created[:10],
         "metric": metric,
         "registered": run.page.register_as,
-        "MiB": size,
     }
 
 

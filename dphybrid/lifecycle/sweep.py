@@ -43,8 +43,8 @@ from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import flag_text
 
 _MAX_RUNS = 256
-_RUN, _WHY = "run", "why"
-"""Attributes of a trial: the name of its run, and why it has no result."""
+_RUN, _WHY, _FACTS = "run", "why", "facts"
+"""Attributes of a trial: the name of its run, why it has no result, and its metrics and MLflow address."""
 _END_S = 25.0
 """How long a run's process may take to write its checkpoint when the sweep has to stop. Less than the 30
 seconds after which Prefect kills a cancelled flow run."""
@@ -180,7 +180,7 @@ def run_sweep(
             except BaseException:
                 stop.ask("the end of the sweep", signal.SIGTERM)  # the other runs end, too
                 raise
-        return _results(study, folder, f"not run, {stop.reason}" if stop.pending else "not run")
+        return _results(study, f"not run, {stop.reason}" if stop.pending else "not run")
 
 
 def _prepared(configs: Sequence[ExperimentConfig], settings: Settings) -> tuple[Task, str]:
@@ -284,6 +284,7 @@ def _train(
         trial.set_user_attr(_WHY, f"pruned after epoch {seen}" if pruned else str(failure))
         trial.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
     else:
+        trial.set_user_attr(_FACTS, {**report.metrics, "url": report.run_url})
         trial.study.tell(trial, float(report.metrics[task.metric]))
 
 
@@ -302,15 +303,16 @@ def train_apart(
     stop: passed on to the process, which then writes a checkpoint. enough: called repeatedly; when it returns
     True, the process is ended in the same way. Raises RunFailed with the last lines of the output.
     """
-    page, log, report = (folder / f"{name}.{ending}" for ending in ("config.json", "log", "json"))
-    if report.is_file():
+    run, page, log = settings.runs_dir / name, folder / f"{name}.config.json", folder / f"{name}.log"
+    report = run / "report.json"
+    if page.is_file() and report.is_file():  # of this sweep, which was killed before it noted the result
         return Report.read(report)
     write_text(page, config.model_dump_json(indent=1))
     # One process per run: CUDA frees all of its memory at the process's end, and a crash ends only this run.
-    argv = [sys.executable, "-P", "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
+    argv = [sys.executable, "-P", "-m", "dphybrid", "train", "--config", str(page)]
     argv += [f"--tag={tag}={value}" for tag, value in tags.items()]
     # An interrupted run continues from its checkpoint.
-    argv += ["--resume" if (settings.runs_dir / name / "run.json").is_file() else "--run-name", name]
+    argv += ["--resume" if (run / "run.json").is_file() else "--run-name", name]
     # Append: keep the output of earlier attempts.
     with log.open("ab") as stream:
         child = subprocess.Popen(argv, stdout=stream, stderr=stream)
@@ -330,15 +332,14 @@ def train_apart(
     return Report.read(report)
 
 
-def _results(study: optuna.Study, folder: Path, not_run: str) -> list[Result]:
+def _results(study: optuna.Study, not_run: str) -> list[Result]:
     """Return what became of each run, by name."""
     results = []
     for name, trial in sorted(_last_trials(study).items()):
         given = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # of one in the queue
         row = {"run": name, **{field: flag_text(value) for field, value in given.items()}}
         if trial.state == TrialState.COMPLETE:
-            report = Report.read(folder / f"{name}.json")
-            results.append(Result({**row, "failed": "", **report.metrics, "url": report.run_url}))
+            results.append(Result({**row, "failed": "", **trial.user_attrs[_FACTS]}))
         else:
             why = trial.user_attrs.get(_WHY, not_run)
             results.append(Result({**row, "failed": why}, "" if trial.state == TrialState.PRUNED else why))

@@ -20,7 +20,6 @@ from dphybrid.run.folder import Run, changed_values, named_run
 from dphybrid.training.checkpoint import Trained
 from dphybrid.training.engine import Engine
 from dphybrid.training.metrics import Task
-from dphybrid.util.alive import RUNNING, alive
 from dphybrid.util.errors import UserError
 
 # With other values of these, the checkpoint would not fit the model, or training would continue on other rows
@@ -97,20 +96,15 @@ class Experiment:
         """Return the experiment that continues a run, the recipe's newest ("latest") or one by its name, on
         the data that was prepared for it: later files do not change it.
 
-        Raises UserError when there is none, when it is running, and when its model, tables or data differ
-        from the config's, naming each difference.
+        Raises UserError when there is none, and when its model, tables or data differ from the config's,
+        naming each difference.
         """
         run = named_run(settings, which, config.recipe)
-        # Only for an error before the run waits for GPUs; the lock that `build_run` takes keeps two apart.
-        if alive(run.folder):
-            raise UserError(f"--resume: {RUNNING.format(run.folder.name)}")
         changed = {"recipe": f"{run.page.recipe} -> {config.recipe}"}
         if run.page.recipe == config.recipe:
             made = cls.open(config, settings, run.page.prepared)
             differing = changed_values(run.config.model_dump(mode="json"), made.config)
             changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}
-            if run.page.data_digest != made.data.digest:
-                changed["data digest"] = f"{run.page.data_digest} -> {made.data.digest} (the files changed)"
             if not changed:
                 return replace(made, found=run)
         raise UserError(
@@ -128,11 +122,6 @@ class Experiment:
     def task(self) -> Task:
         """The recipe's task on this data."""
         return self.recipe.task_of(self.config, self.data.info)
-
-    @property
-    def training_rows(self) -> Dataset:
-        """The rows of an epoch, in the recipe's form."""
-        return self.recipe.training_rows(self.data.dataset("train"), self.data.info, self.config.model)
 
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
         """Build the model with its initial values. rows: data that the model may read; see `ModelContext`."""

@@ -20,7 +20,6 @@ from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
 from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
 from dphybrid.util.alive import alive, holding
-from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync
 from dphybrid.util.pages import Page
@@ -77,11 +76,6 @@ class Run:
     @cached_property
     def config(self) -> ExperimentConfig:
         return stored_config(self.page.config, self.folder / "run.json", self.settings)
-
-    @property
-    def replicas(self) -> int:
-        """How many devices the run uses."""
-        return len(parse_device_spec(self.page.devices).names)
 
     @property
     def ui_command(self) -> str:

@@ -27,7 +27,7 @@ from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
 from dphybrid.embedding.weights import all_rows
 from dphybrid.gpus.devices import expected_devices, giving_way, leased_devices
-from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.parallel import Devices, find_data_parallel, resolve_devices
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
@@ -53,6 +53,7 @@ from dphybrid.training.label_tasks import LabelTask
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import floor_metrics
 from dphybrid.util.alive import holding
+from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
@@ -118,7 +119,7 @@ def run_job(
             experiment = Experiment.open(config, settings, prepared)
         stop.obey("before it was built")
         name = run_name or around.name or resume or experiment.recipe.name
-        replicas = experiment.found.replicas if experiment.found else 0
+        replicas = len(parse_device_spec(experiment.found.page.devices).names) if experiment.found else 0
         with around.waiting() as on_wait:
             lease = leased_devices(config, settings, run=name, replicas=replicas, on_wait=on_wait, stop=stop)
             # Keep the lease until the report is written: the evaluation uses the GPUs, too.
@@ -262,12 +263,9 @@ def _begun(experiment: Experiment, held: ExitStack, run_name: str | None, tags: 
 def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
     """Build the model, check it and print its sizes; return them with the label's kind of task. Raises
     UserError for a model, or a label, that cannot be trained."""
-    engine, batch_size = experiment.engine, experiment.config.train.batch_size
+    engine = experiment.engine
     engine.check_data(experiment.data, experiment.recipe.tabular)
     label = _label_of(experiment)
-    if (used := len(split_sizes(batch_size, len(devices)))) < len(devices):
-        idle = f"{len(devices) - used} of {len(devices)} devices idle"
-        print(f"Note: train.batch_size={batch_size} leaves {idle}; use {len(devices)} or more", flush=True)
     if engine.trains_here:
         model = build_trained(experiment).model
     else:  # the ranks build it; here it is only checked, and its rows need no initial values

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from dphybrid.training.results import Chart, SavingCosts, SplitRow
+from dphybrid.training.results import Chart, SplitRow
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
@@ -16,7 +16,6 @@ class TrainedPage(Page):
     Attributes:
         step_ms: Times of the steps with a full batch.
         stages: Seconds.
-        saving: What the checkpoints cost.
         splits: The rows that each replica received.
         split_lines: The same as printed.
     """
@@ -24,7 +23,6 @@ class TrainedPage(Page):
     best_checkpoint: str
     step_ms: dict[str, float]
     stages: dict[str, float]
-    saving: SavingCosts = SavingCosts()
     splits: list[SplitRow]
     split_lines: list[str]
 
@@ -60,7 +58,7 @@ class MetricsPage(Page):
 
 
 class Report(TrainedPage):
-    """The report of a run; `--report FILE` writes it as JSON.
+    """`report.json`: the report of a run.
 
     Attributes:
         beside: The comparison with the baseline, as text.

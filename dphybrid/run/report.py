@@ -1,14 +1,12 @@
 """The last part of a run: write its report, and end its record. The terminal and MLflow's description show a
 few facts (`_facts`), and a page shows them with more texts (`_texts`) and figures."""
 
-import shlex
 import textwrap
 from collections.abc import Mapping
 from contextlib import closing
 from math import isfinite, nan
 from pathlib import Path
 
-from dphybrid.data import rows_of_batch
 from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
@@ -23,8 +21,6 @@ from dphybrid.util.text import as_flags, as_markdown, masked, metric_text
 
 REPORT_PAGE = "Report.html"
 """The page in the run's folder. The capital letter sorts it before MLflow's other artifacts."""
-_FEW_POINTS = 30
-"""A curve of fewer points has a mark on each."""
 
 
 def report_run(experiment: Experiment) -> Report:
@@ -58,7 +54,6 @@ def report_run(experiment: Experiment) -> Report:
         report = report.model_copy(update={"text": _closing_words(report)})
         write_text(folder / REPORT_PAGE, _page(experiment, report))
         report.write(folder / "report.json", ResultPage.DEPTH)
-        tracker.log_summary(_summary(report, experiment))
         tracker.log_file(REPORT_PAGE)
         # MLflow shows the first tag as the run's description, and the second in its list of runs.
         deciding = f"{metric_text((report.test or report.metrics)[task.metric])} {task.metric}"
@@ -109,21 +104,9 @@ def _closing_words(report: Report) -> str:
     )
     words = [wrap.fill(f"{name + ':':<12} {text}") for name, text in _facts(report).items()]
     words += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
-    if not report.ui_command.endswith(f" {shlex.quote(report.run_name)}"):
-        words += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
+    words += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     words += [f"Checkpoint:  {report.best_checkpoint}"]
     return "\n".join(["", *words, f"Report:      {report.page}"])
-
-
-def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
-    step_ms = report.step_ms
-    summary = {f"summary_step_ms_{name}": value for name, value in step_ms.items() if name != "steps"}
-    if step_ms:
-        full = rows_of_batch(experiment.data.dataset("train"), experiment.config.train.batch_size)
-        summary["summary_samples_per_s_median"] = 1e3 * full / step_ms["p50"]
-    summary["summary_checkpoint_stall_s"] = report.saving.stall_s
-    summary["summary_checkpoint_mib"] = report.saving.written_bytes / 2**20
-    return summary | {"summary_train_s": sum(report.stages.values())}
 
 
 def _what(experiment: Experiment, report: Report) -> str:
@@ -132,23 +115,17 @@ def _what(experiment: Experiment, report: Report) -> str:
 
 
 def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
-    """Return the report as texts by title: the words of the terminal, the stages, the splits, the data, how
-    to load the best checkpoint and how to repeat the run."""
+    """Return the report as texts by title: the words of the terminal, the stages, the splits, the data, and
+    how to repeat the run."""
     config, data = experiment.config, experiment.data
     source = config.data.model_dump().get("path") or "the recipe"
     about = f"{data.path.name} from {source}, digest {report.digests['data'][:16]}"
-    load = ["import dphybrid", "", f"model = dphybrid.load_model({report.run_name!r})  # a torch module"]
-    if report.registered_as:
-        load.append(f'model = dphybrid.load_model("models:/{report.registered_as}@challenger")')
-    if experiment.recipe.tabular:
-        load.append(f"predictor = dphybrid.load({report.run_name!r})  # with its preprocessing, for new rows")
     given = masked(f"dphybrid train {as_flags(given_flags(config))}")
     return {
         _what(experiment, report): report.text.strip(),
         "Where time went": "\n".join(f"{s:12,.2f} s  {name}" for name, s in report.stages.items()),
         "How batches were split": "\n".join(report.split_lines),
         "Data": f"{about}\n\n{data.describe()}",
-        "Load the best checkpoint": "\n".join(load),
         "Reproduce": f"{given}\n\n# All values are in the run's run.json, versions in its tags.",
     }
 
@@ -170,7 +147,7 @@ def _page(experiment: Experiment, report: Report) -> str:
     for name in history[0] if history else ():
         points = {row["step"]: row[name] for row in history if isfinite(row.get(name, nan))}
         if name != "step" and len(points) > 1 and kept in points:
-            curve: Line = list(points), list(points.values()), "both" if len(points) < _FEW_POINTS else "line"
+            curve: Line = list(points), list(points.values()), "line"
             title = f"{name}: {metric_text(points[kept])} at the epoch that is kept"
             curves.append(lines([curve, ([kept], [points[kept]], "kept")], title, "step"))
     figures = {

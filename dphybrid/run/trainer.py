@@ -113,7 +113,7 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
         session = Session(
             config=config,
             trained=trained,
-            train_data=experiment.training_rows,
+            train_data=recipe.training_rows(data.dataset("train"), data.info, config.model),
             valid_data=data.dataset("valid"),
             task=experiment.task,
             tracker=tracker,
@@ -153,7 +153,7 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
                 train(session, seen)
         finally:
             # Also after an interruption: the page then names the checkpoint to resume from.
-            result = _result_of(session, seen, before)
+            result = _result_of(session, seen)
             if engine.leads:
                 _keep_outcome(run, tracker, result)
                 log_kept(session)
@@ -236,22 +236,19 @@ def _threads(experiment: Experiment, devices: Devices) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _result_of(session: Session, seen: Observer, before: ResultPage | None) -> ResultPage:
-    """Return the results of a training; after an interruption, those so far. before: of the last process."""
+def _result_of(session: Session, seen: Observer) -> ResultPage:
+    """Return the results of a training; after an interruption, those so far."""
     progress, done = session.trained.progress, complete_checkpoints(session.checkpoints)
     best = best_checkpoint(done, progress, session.task)
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
-    # A process killed between its last step and its report is resumed by one that takes no step to time.
-    step_ms = before.step_ms if before and before.steps == progress.step else {}
     return ResultPage(
         checkpoint=str(done[-1]) if done else "",
         best_checkpoint=str(best or ""),
         steps=progress.step,
         devices=session.facts["devices"],
         history=progress.history,
-        step_ms=seen.times.summary() or step_ms,
+        step_ms=seen.times.summary(),
         stages={name: round(seconds, 6) for name, seconds in stages},
-        saving=session.saver.costs,
         splits=session.splits.rows(),
         split_lines=session.splits.lines,
     )

@@ -12,8 +12,8 @@ from typing import Literal
 
 from dphybrid.util.text import printable
 
-Look = Literal["line", "points", "both", "reference", "kept"]
-"""How a line of a figure looks. both: with its points; reference: dashed and grey; kept: a red ring."""
+Look = Literal["line", "points", "reference", "kept"]
+"""How a line of a figure looks. reference: dashed and grey; kept: a red ring."""
 Line = tuple[Sequence[float], Sequence[float], Look]
 """A line of a figure: xs, ys, its look."""
 _WIDTH, _HEIGHT = 400, 220
@@ -76,10 +76,10 @@ def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> s
     parts.append(_text(-left - 4, _HEIGHT / 2, _short(y, 40), "middle", turned))
     for points, look in drawn:
         at = [(across.at(a), _HEIGHT - up.at(b)) for a, b in points]
-        if look in ("line", "both", "reference"):
+        if look in ("line", "reference"):
             style = ' class="reference"' if look == "reference" else ""
             parts.append(f'<polyline{style} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in at)}"/>')
-        if look in ("points", "both", "kept"):
+        if look in ("points", "kept"):
             mark = 'class="kept" r="5"' if look == "kept" else 'class="mark" r="2.5"'
             parts += [f'<circle {mark} cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in at]
     words, left = textwrap.wrap(printable(title), 60), left + (20 if y else 0)

@@ -174,7 +174,7 @@ class Session:
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stateful.update(splits=self.splits, clock=self.clock, saving=self.saver)
+        self.stateful.update(splits=self.splits, clock=self.clock)
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Load the states that a checkpoint stored, by name."""

@@ -20,7 +20,7 @@ from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
 from dphybrid.training.parts import ids_of_parts
-from dphybrid.training.results import SavingCosts
+from dphybrid.training.results import SavingCost
 from dphybrid.training.saving import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted
@@ -189,7 +189,7 @@ def checkpoint(session: Session, observer: Observer) -> Path:
     # A copy: `then` runs in the writing thread, when training has already continued.
     progress = copy.deepcopy(session.trained.progress)
 
-    def then(cost: SavingCosts) -> None:
+    def then(cost: SavingCost) -> None:
         costs = {
             "system/checkpoint_stall_s": cost.stall_s,
             "system/checkpoint_write_s": cost.write_s,

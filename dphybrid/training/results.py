@@ -29,18 +29,14 @@ class Chart(BaseModel):
         return cls(name=name, title=title, xlabel=axes[0], ylabel=axes[1], points=points, **more)
 
 
-class SavingCosts(BaseModel):
-    """The costs of checkpoints so far. stall_s: seconds that training waited. write_s: seconds of writing, at
-    the same time as training."""
+@dataclass(frozen=True)
+class SavingCost:
+    """The cost of a checkpoint. stall_s: seconds that training waited. write_s: seconds of writing, at the
+    same time as training."""
 
-    count: int = 0
-    full: int = 0
-    written_bytes: int = 0
-    stall_s: float = 0.0
-    write_s: float = 0.0
-
-    def __add__(self, other: "SavingCosts") -> "SavingCosts":
-        return SavingCosts(**{name: value + getattr(other, name) for name, value in self})
+    written_bytes: int
+    stall_s: float
+    write_s: float
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.finite import Rows, check_finite
 from dphybrid.training.metrics import Task
 from dphybrid.training.optimizers import averaged
-from dphybrid.training.results import SavingCosts
+from dphybrid.training.results import SavingCost
 from dphybrid.training.tensor_file import IDS, changed_file, changed_rows, rows_of, table_file, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
@@ -108,7 +108,6 @@ class CheckpointWriter:
         # A single thread: a checkpoint links files of the one before, which must be complete by then.
         self._thread = ThreadPoolExecutor(1, "dphybrid-checkpoint")
         self._writing: Future[None] | None = None
-        self.costs = SavingCosts()
 
     def __enter__(self) -> Self:
         return self
@@ -134,14 +133,6 @@ class CheckpointWriter:
             changed = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
             self._changes.restore({name: ids_U for name, ids_U in changed.items() if ids_U is not None})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the costs so far, fit for JSON."""
-        return self.costs.model_dump()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting costs from an earlier process."""
-        self.costs = SavingCosts.model_validate(state)
-
     def wait(self) -> None:
         """Wait for the checkpoint that is being written. Raises the error of its writing."""
         if self._writing is not None:
@@ -157,7 +148,7 @@ class CheckpointWriter:
         config: Mapping[str, Any],
         facts: Mapping[str, Any],
         stateful: Mapping[str, Stateful] = MappingProxyType({}),
-        then: Callable[[SavingCosts], None] = lambda _: None,
+        then: Callable[[SavingCost], None] = lambda _: None,
         first: Callable[[], None] = lambda: None,
     ) -> Path:
         """Start writing a checkpoint of the current state and return its path; `wait` returns when it is
@@ -214,12 +205,7 @@ class CheckpointWriter:
                         self._trained.rows.snapshot = None
             now = time.perf_counter()
             stalled = now - start if self._in_place else stall_s
-            cost = SavingCosts(
-                count=1, full=not partly, written_bytes=written, stall_s=stalled, write_s=now - began
-            )
-            # A new object instead of a change in place: training may be reading the old one.
-            self.costs += cost
-            then(cost)
+            then(SavingCost(written_bytes=written, stall_s=stalled, write_s=now - began))
 
         # In the caller's context, so that lines printed by the thread reach the log of the caller's flow run.
         self._writing = self._thread.submit(contextvars.copy_context().run, work)

@@ -47,7 +47,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
     EventsWorker.drain_all()  # that of an earlier flow would send to the server of that flow
     own = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
     with temporary_settings(own, restore_defaults={PREFECT_API_URL}):
-        argv = ["--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json")]
+        argv = ["--recipe", "toy", "--devices", "cpu*3", "--run-name", "mine"]
         assert train_hybrid.main(argv) == 0
         EventsWorker.drain_all()
     SubprocessASGIServer().stop()  # as it ends with its process; it writes the events first
@@ -57,7 +57,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
     assert "Reusing prepared data" in out
     assert "Task run" not in out + err  # the flow says each step itself
     assert "does not take records" not in out + err
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((data_dir / "runs/mine/report.json").read_text())
     assert report["run_id"] in out
     assert report["best_checkpoint"] in out
     assert report["ui_command"] in out

@@ -154,7 +154,7 @@ def words(folder: Path, name: str, epochs: int) -> list[str]:
         rows.write_text("\n".join(["clicked,site,age", *lines]))
     text = "train --tracking none --recipe ctr --devices auto*2 --data.label clicked --model.dropout 0.1"
     text += f" --train.patience 0 --train.log-every 5 --train.batch-size 32 --train.epochs {epochs}"
-    return [*text.split(), "--run-name", name, "--data.path", str(rows), "--report", f"{folder / name}.json"]
+    return [*text.split(), "--run-name", name, "--data.path", str(rows)]
 
 
 def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[bytes]":
@@ -175,8 +175,9 @@ def test_a_run_gives_way_on_request_and_goes_on_with_the_same_bits(machine: Path
     assert polite.wait(patience(120)) == os.EX_TEMPFAIL, log.read_text()
     assert "Continue with `dphybrid train --resume polite`" in log.read_text()
     assert [find_holder(folder, unit["uuid"]) for unit in free] == [None, None]
-    command("train", "--tracking", "none", "--resume", "polite", "--report", f"{tmp_path / 'polite'}.json")
-    one, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("undisturbed", "polite"))
+    command("train", "--tracking", "none", "--resume", "polite")
+    runs = tmp_path / "data/runs"
+    one, other = (json.loads((runs / name / "report.json").read_text()) for name in ("undisturbed", "polite"))
     assert one["digests"] == other["digests"]
     assert one["metrics"] == other["metrics"]
     assert other["devices"] == "cpu*2"

@@ -169,25 +169,12 @@ def test_a_run_takes_the_free_gpus_that_it_needs(
     assert not list(folder.glob("*.ticket"))
 
 
-def test_a_gpu_must_be_free_at_two_looks_in_a_row(machine: Path, fake: Inventory, folder: Path) -> None:
-    """Load comes and goes on GPU 0."""
-    looks = 0
-
-    class Flickering(Inventory):
-        def read(self) -> Any:
-            nonlocal looks
-            looks += 1
-            write_state(machine, [gpu(0, load=90 * (looks % 2)), gpu(1)])
-            return super().read()
-
-    with acquire(Flickering("tests.fake_nvml"), folder, most=1) as lease:
-        assert [unit.index for unit in lease.gpus] == [1]
-
-
-def test_outside_the_hours_nothing_starts_no_ticket_is_held_and_no_patience_is_used_up(
+def test_outside_the_hours_nothing_starts_and_no_ticket_is_held(
     fake: Inventory, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is patience used up. A run waits for a leased GPU when the hours end."""
     now, tickets, told = 0.0, list[int](), list[str]()
+    other = try_lease(folder, fake.read()[:1], "other")
 
     def sleep(seconds: float) -> None:
         nonlocal now
@@ -195,6 +182,8 @@ def test_outside_the_hours_nothing_starts_no_ticket_is_held_and_no_patience_is_u
 
     def closed_reason(_: datetime) -> str | None:
         tickets.append(len(list(folder.glob("*.ticket"))))
+        if now:
+            other.release()
         return "closed until Monday" if 0 < now < 200_000 else None
 
     clock = SimpleNamespace(monotonic=lambda: now, monotonic_ns=time.monotonic_ns, sleep=sleep)
@@ -202,8 +191,8 @@ def test_outside_the_hours_nothing_starts_no_ticket_is_held_and_no_patience_is_u
     hours = SimpleNamespace(closed_reason=closed_reason)
     monkeypatch.setattr(leases, "parse_training_hours", lambda _: hours)
     monkeypatch.setattr(leases, "LOOK_EVERY_S", 1.0)
-    acquire(fake, folder, on_wait=told.append, gpu_wait_s=86400).release()
-    assert told == ["closed until Monday"]
+    acquire(fake, folder, 4, on_wait=told.append, gpu_wait_s=86400).release()
+    assert told[1:] == ["closed until Monday"]
     assert tickets[:3] == [0, 1, 0]
     assert now > 200_000
 

@@ -109,9 +109,9 @@ def open_folder() -> Iterator[Path]:
 
 @needs_root
 def test_a_file_in_a_folder_of_another_user_is_refused_before_the_training(open_folder: Path) -> None:
-    file = open_folder / "report.json"
-    assert "--report: you may not write in" in as_nobody(lambda: str(check_target(file, "--report")))
-    check_target(file, "--report")
+    file = open_folder / "out.csv"
+    assert "--out: you may not write in" in as_nobody(lambda: str(check_target(file, "--out")))
+    check_target(file, "--out")
 
 
 @needs_root

@@ -54,7 +54,7 @@ def test_a_run_goes_with_what_only_it_needs(rows: None, data_dir: Path) -> None:
 
     told = command("runs", "remove", "s0", "framed")
     assert "s0: would be removed\nframed: would be removed\n" in told
-    assert "repeat the command with --yes" in told
+    assert "Repeat the command with --yes" in told
     assert (data_dir / "runs" / "s0").is_dir()
     assert "s0: removed" in command("runs", "remove", "s0", "framed", "--yes")
     assert [path.name for path in (data_dir / "runs").iterdir()] == ["same"]

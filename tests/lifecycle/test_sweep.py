@@ -9,7 +9,6 @@ from typing import Any
 import optuna
 import pytest
 
-from dphybrid.cli.sweep import _new_name
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import sweep as sweeping
@@ -56,9 +55,7 @@ class Sweeps:
             self.histories.setdefault(name, []).append({"validation accuracy": accuracy})
             if enough():
                 raise RunFailed("ended")
-        report = some_report(metrics={"accuracy": accuracy})
-        report.write(folder / f"{name}.json")
-        return report
+        return some_report(metrics={"accuracy": accuracy})
 
     def go(self, grid: dict[str, Any], *values: str, trials: int = 0, at_once: int = 1) -> Any:
         """Run the sweep; return what became of each run, by the run's name."""
@@ -192,11 +189,6 @@ def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
     assert sweeps.trained == []
     found = sweeps.go({"train.batch-size": [64]})["s-001"]
     assert found.row["train.batch_size"] == "64"  # the name of the param, by which runs are compared
-
-
-def test_sweeps_that_begin_in_the_same_second_have_names_of_their_own() -> None:
-    names = [_new_name() for _ in range(8)]
-    assert len(set(names)) == len(names)
 
 
 def test_a_run_is_ended_once_it_is_enough(data_dir: Path, tmp_path: Path) -> None:

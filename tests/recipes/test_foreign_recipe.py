@@ -50,10 +50,9 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
     )
 
     def trained(name: str, epochs: int, *more: str) -> Any:
-        report = tmp_path / "report.json"
         values = ["--recipe", "ratings", "--devices", "cpu*2", *few, "--train.epochs", str(epochs)]
-        command("train", *values, *more, name, "--report", str(report))
-        return json.loads(report.read_text())
+        command("train", *values, *more, name)
+        return json.loads((data_dir / "runs" / name / "report.json").read_text())
 
     first = trained("first", 1, "--run-name")
     more, second = trained("first", 6, "--resume"), trained("second", 6, "--run-name")
@@ -68,7 +67,6 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
     assert run.data.params["recipe"] == "ratings"
     assert run.data.params["data.num_ratings"] == "1000"
     assert "model.kind" not in run.data.params
-    assert "Curves, while" in command("compare", "first", "second")
 
     model = dphybrid.load_model("second")
     config = load_config(None, ["recipe=ratings", "data.num_ratings=1000"])

@@ -81,7 +81,6 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
             name: sorted({(point.step, point.value) for point in client.get_metric_history(run_id, name)})
             for name in curves
         },
-        "summaries": sorted(name for name in run.data.metrics if name.startswith("summary_")),
         "models": sorted(
             (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
             for model in models

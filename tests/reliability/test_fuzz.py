@@ -272,14 +272,12 @@ COMMANDS = [
     "train",
     "prepare",
     "predict",
-    "compare",
     "validate",
     "nonsense",
 ]
 FLAGS = [
     "--resume",
     "--run-name",
-    "--report",
     "--tag",
     "--config",
     "--data.path",
@@ -297,7 +295,7 @@ FLAGS += [f"--{name.replace('_', '-')}" for name in FIELDS]
 )
 @fuzzed(40)
 def test_command_lines(folder: Path, command: str, flags: list[tuple[str, str]], more: list[str]) -> None:
-    """Up to where training would begin, which the report's place and a run to resume are checked before."""
+    """Up to where training would begin, which a run to resume is checked before."""
     argv = [command, *more, *(part for flag in flags for part in flag)]
     if command in ("devices", "doctor", "sync", "worker", "deploy"):
         return

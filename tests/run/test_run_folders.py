@@ -1,4 +1,4 @@
-"""Damaged neighbours are left out, a running run is not run twice."""
+"""Damaged neighbours are left out, a running run is not run twice, pages of MLflow open at a run."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from dphybrid.cli.main import main
+from dphybrid.cli.ui import page_path
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.run.folder import find_tagged_run, named_run
 from dphybrid.serving.load import find_checkpoint
-from dphybrid.tracking.record import last_status
+from dphybrid.tracking.record import RecordFile, last_status
 from dphybrid.util.alive import alive, holding
 from tests.commands import command, run_with
 from tests.refusing import refused
@@ -119,3 +120,16 @@ def test_values_that_order_the_rows_of_an_epoch_stay_the_same(data_dir: Path) ->
     for value in ("train.shuffle_rows=64", "train.seed=7"):
         with refused(f"run mine was started with other values .{value.partition('=')[0]}: "):
             run_with(*TOY, value, "train.epochs=3", resume="mine")
+
+
+def test_pages_of_mlflow_open_at_the_run(data_dir: Path) -> None:
+    settings = load_settings()
+    run_with(*TOY, run_name="mine")
+    assert page_path(settings, None).startswith("/experiments?")
+    with refused("mine: is not recorded in MLflow"):
+        page_path(settings, "mine")
+    record = RecordFile(data_dir / "runs/mine")
+    record.append({"op": "run", "name": "mine", "run_id": "2" * 32, "experiment_id": "7"})
+    record.close()
+    assert page_path(settings, "mine").startswith(f"/experiments/7/runs/{'2' * 32}?")
+    assert page_path(settings, None).startswith("/experiments/7/runs?")

@@ -13,7 +13,6 @@ from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.job import run_job
-from dphybrid.run.pages import Report
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile, destination, of_metrics, waits
@@ -136,24 +135,6 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "models:/clicks@challenger" not in note
     assert "MLflow lacks 1 line of the record (no more versions)" in capsys.readouterr().out
     assert "Nothing to do" in command("sync")
-
-
-def test_a_run_killed_before_its_report_has_its_whole_summary(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    config, settings = load_config(None, ["recipe=toy"]), load_settings()
-    with monkeypatch.context() as killing:
-        killing.setattr(Report, "write", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(config, settings, run_name="run")
-    report = run_job(config, settings, resume="run")
-    metrics = MlflowClient(report.tracking_uri).get_run(report.run_id).data.metrics
-    assert {"p50", "p95", "mean"} <= report.step_ms.keys()
-    assert metrics["summary_step_ms_p50"] == report.step_ms["p50"]
-    assert metrics["summary_samples_per_s_median"] > 0
 
 
 def unsent(store: Path, runs: Path, name: str) -> tuple[str, RecordFile]:

@@ -9,7 +9,7 @@ from dphybrid.tracking.html import Line, lines
 
 
 def test_a_line_lies_within_its_axes_and_names_them() -> None:
-    shown: list[Line] = [([0, 1], [0, 1], "reference"), ([0, 0.5, 1], [0, 0.25, 1], "both")]
+    shown: list[Line] = [([0, 1], [0, 1], "reference"), ([0, 0.5, 1], [0, 0.25, 1], "line")]
     drawn = lines(shown, "a <b>", "step", "loss")
     reference, line = re.findall(r'points="([^"]*)"', drawn)
     (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in line.split())
@@ -17,7 +17,6 @@ def test_a_line_lies_within_its_axes_and_names_them() -> None:
     assert (x1, y1) == (pytest.approx((x0 + x2) / 2, abs=0.1), pytest.approx(y0 + (y2 - y0) / 4, abs=0.1))
     assert 0 < x0 < x2 < 400
     assert 0 < y2 < y0 < 220
-    assert drawn.count("<circle") == 3
     ticks = ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert re.findall(r">([^<]+)</text>", drawn) == ["a &lt;b&gt;", *ticks, "step", *ticks, "loss"]
 

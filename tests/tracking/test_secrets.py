@@ -27,7 +27,7 @@ def test_a_planted_password_is_found_nowhere(
     uri = postgres_uri.replace("://dphybrid@", f"://dphybrid:{SECRET}@")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("PREFECT_API_URL", f"http://bob:{SECRET}@127.0.0.1:9/api")
-    registered = ("--checkpoint.register-as", "clicks", "--report", "report.json", "--tag", f"from={uri}")
+    registered = ("--checkpoint.register-as", "clicks", "--tag", f"from={uri}")
     said = dphybrid("train", "--recipe", "toy", *registered)
     assert "Registered:  models:/clicks@challenger" in said, said
     said += dphybrid("doctor")
@@ -48,7 +48,7 @@ def test_a_planted_password_is_found_nowhere(
     models = client.search_logged_models([experiment.experiment_id])
     assert SECRET not in str([model.to_dictionary() for model in models])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert (tmp_path / "report.json") in files
+    assert "report.json" in {path.name for path in files}
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 

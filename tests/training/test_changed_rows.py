@@ -152,7 +152,6 @@ def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
                 assert whole.digests == page.digests
                 assert len([name for name in page.digests if name.startswith("tables/")]) == 3
     assert kinds == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert (writer.costs.count, writer.costs.full) == (8, 3)
 
 
 def test_a_resumed_training_writes_the_files_that_the_unbroken_one_writes(tmp_path: Path) -> None:
@@ -253,9 +252,6 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     report = run_with(*OPTIONS, run_name="run")
     folder = Path(report.best_checkpoint)
     assert read_state(folder).since_full
-    assert report.saving.full == 1 < report.saving.count
-    assert report.saving.written_bytes > 0
-    assert report.saving.stall_s > 0
     whole = load_model("run")
     verify_checkpoint(folder)
     (table,) = find_tables(whole).values()
