@@ -21,16 +21,16 @@ CHAINS: dict[str, list[tuple[str, set[str]]]] = {
         ("dphybrid.config.settings", SETTINGS),
         ("dphybrid.cli.main", SETTINGS),
         ("dphybrid.lifecycle.cleanup", SETTINGS),  # `dphybrid runs`
+        # what MLflow imports, and no torch: they only read and send records
+        ("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars"} | SETTINGS),
         # Prefect's server is imported only where a temporary one starts
-        ("flows.train_hybrid", {"prefect", "rich"} | SETTINGS),
+        ("flows.train_hybrid", {"prefect", "rich", "mlflow", "polars"} | SETTINGS),
     ],
     "models": [
         ("dphybrid.parallel", {"torch"}),
         ("dphybrid.embedding", {"torch"}),
         ("dphybrid.recipes.registry", {"torch", "pydantic"}),
     ],
-    # what MLflow imports, and no torch: they only read and send records
-    "records": [("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"})],
 }
 """Modules that a process imports one after the other, and what may be there then. Each may bring what the one
 before it brings, so that one process shows as much as a process for each of them."""

@@ -203,7 +203,7 @@ def test_units_are_hardened_and_run_the_script(service: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) -> None:
+def test_users_see_their_own_and_the_team_reads_all(tmp_path: Path) -> None:
     pytest.importorskip("flask_wtf", reason="needs dphybrid[server]")
     values = make_env(tmp_path)
     port, address = free_port(), "127.0.0.2"

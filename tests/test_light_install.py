@@ -41,69 +41,44 @@ def light(tmp_path: Path, data_dir: Path) -> dict[str, str]:
     return gone | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(REPOSITORY)])}
 
 
-def ran(light: dict[str, str], *argv: str, code: int = 0) -> str:
-    done = python(*argv, ends=None, env=light, timeout=300)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+NEEDING = {"ui": "mlflow", "worker": "flows", "deploy": "flows"}
 
 
-def test_a_run_is_recorded_in_files_and_goes_on_there(light: dict[str, str], data_dir: Path) -> None:
+def test_all_else_works_without_the_extras_and_what_needs_one_names_it(
+    light: dict[str, str], data_dir: Path
+) -> None:
     train = "train --recipe examples.own_recipe:Ratings --devices cpu*2 --data.num-ratings 1000"
     train += " --train.log-every 5 --train.epochs"
     program = (
-        "from dphybrid.cli.main import main\n"
+        "import sys, dphybrid\nfrom dphybrid.cli.main import main\n"
         f"for words in ('{train} 1 --run-name light', '{train} 2 --resume light'):\n"
-        "    assert main(words.split()) == 0; print('ended')"
-    )
-    told = ran(light, "-c", program).partition("ended")[0]
-    assert told.count("pip install 'dphybrid[mlflow]'") == 1
-    run = data_dir / "runs/light"
-    rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-    assert next(row for row in rows if row["op"] == "params")["values"]["train.epochs"] == "1"
-    assert [row["status"] for row in rows if row["op"] == "status"] == ["FINISHED", "RUNNING", "FINISHED"]
-    assert (run / "Report.html").is_file()
-    assert f"Report:      {run / 'Report.html'}" in told
-    assert [row["step"] for row in rows if row["op"] == "metrics" and "valid/right" in row] == [15, 30]
-    assert [row["step"] for row in rows if row["op"] == "metrics" and "train/loss" in row] == [
-        5,
-        10,
-        15,
-        20,
-        25,
-        30,
-    ]
-
-
-def test_python_trains_predicts_and_lists_runs(light: dict[str, str]) -> None:
-    program = (
-        "import dphybrid; rows = {'shop': ['a', 'b'] * 100, 'clicked': [1, 0] * 100}; "
-        "run = dphybrid.train(rows, label='clicked', devices='cpu', epochs=1, quiet=True); "
-        "print(len(run.predict(rows)), dphybrid.runs()[0].name == run.name, run.status)"
-    )
-    assert ran(light, "-c", program).strip().splitlines()[-1] == "200 True finished"
-
-
-NEEDING = {
-    "ui": "mlflow",
-    "worker": "flows",
-    "deploy": "flows",
-}
-
-
-def test_commands_name_the_extra_that_they_need_and_the_doctor_is_content(light: dict[str, str]) -> None:
-    program = (
-        "import sys; from dphybrid.cli.main import main\n"
+        "    assert main(words.split()) == 0; print('ended')\n"
+        "rows = {'shop': ['a', 'b'] * 100, 'clicked': [1, 0] * 100}\n"
+        "run = dphybrid.train(rows, label='clicked', devices='cpu', epochs=1, quiet=True)\n"
+        "print('listed', len(run.predict(rows)), dphybrid.runs()[0].name == run.name, run.status)\n"
         f"for words in {list(NEEDING)}: print('code', main(words.split()), file=sys.stderr, flush=True)\n"
         "sys.exit(main(['doctor']))"
     )
-    told = ran(light, "-c", program)
-    *pages, rest = told.split("code 2\n")
+    done = python("-c", program, env=light, timeout=300)
+    told, run = done.stdout.partition("ended")[0], data_dir / "runs/light"
+    assert told.count("pip install 'dphybrid[mlflow]'") == 1
+    assert f"Report:      {run / 'Report.html'}" in told
+    assert (run / "Report.html").is_file()
+    rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    assert next(row for row in rows if row["op"] == "params")["values"]["train.epochs"] == "1"
+    assert [row["status"] for row in rows if row["op"] == "status"] == ["FINISHED", "RUNNING", "FINISHED"]
+    assert [row["step"] for row in rows if row["op"] == "metrics" and "valid/right" in row] == [15, 30]
+    steps = [row["step"] for row in rows if row["op"] == "metrics" and "train/loss" in row]
+    assert steps == [5, 10, 15, 20, 25, 30]
+    assert "listed 200 True finished\n" in done.stdout
+    *pages, rest = done.stderr.split("code 2\n")
     assert (len(pages), rest) == (len(NEEDING), "")
     for page, extra in zip(pages, NEEDING.values(), strict=True):
         assert f"pip install 'dphybrid[{extra}]'" in page
-    assert "Prefect: not installed" in told
-    assert "Traceback" not in told
+    assert "Prefect: not installed" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_a_flow_names_the_extra_that_it_needs(light: dict[str, str]) -> None:
-    assert "pip install 'dphybrid[flows]'" in ran(light, "-m", "flows.train_hybrid", code=1)
+    done = python("-m", "flows.train_hybrid", ends=1, env=light)
+    assert "pip install 'dphybrid[flows]'" in done.stderr

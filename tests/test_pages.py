@@ -18,14 +18,9 @@ CLICKS = ["recipe=ctr", "data.path=clicks.csv", "data.label=clicked", "devices=c
 CLICKS += ["train.batch_size=32", "train.epochs=20", "table.lr=0.02"]
 TRAININGS = {
     "model.md": ([*CLICKS, "model.factory=page_model:Bilinear"], "auc", 0.95),
-    "the text of the first command, in small": (
-        ["train.epochs=1", "devices=cpu", "model.dim=32", "model.hidden=32"],
-        "perplexity",
-        -110,
-    ),
     "UCI Adult": (["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=4"], "auc", 0.915),
 }
-"""What is trained -> its values, the metric that it reaches, and the least of it (below 0: the most)."""
+"""What is trained -> its values, the metric that it reaches, and the least of it."""
 
 
 @pytest.mark.slow
@@ -45,7 +40,7 @@ def test_what_a_page_trains_reaches_its_metric(
     rows = "\n".join(f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i % 7},{int(i % 4 == 0)}" for i in range(400))
     Path("clicks.csv").write_text("one,two,number,clicked\n" + rows)
     report = run_with(*values)
-    assert report.metrics[metric] * (1 if least > 0 else -1) >= least
+    assert report.metrics[metric] >= least
 
 
 def write_visits(num_rows: int, num_new: int) -> list[bool]:

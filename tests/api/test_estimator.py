@@ -14,7 +14,7 @@ from sklearn.base import clone, is_regressor
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.inspection import permutation_importance
 from sklearn.metrics import f1_score, make_scorer
-from sklearn.model_selection import GridSearchCV, TunedThresholdClassifierCV
+from sklearn.model_selection import TunedThresholdClassifierCV
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
@@ -81,15 +81,6 @@ def test_a_regressor_gives_numbers_in_the_labels_units(data_dir: Path) -> None:
     assert model.run_.metrics["r2"] > 0.8
     assert not hasattr(model, "classes_")
     assert is_regressor(clone(model))
-
-
-def test_a_search_over_values(data_dir: Path) -> None:
-    rows, labels = table(120)
-    grid = {"batch_size": [32, 64], "train__lr": [0.001], "table__lr": [0.1]}
-    search = GridSearchCV(clone(estimator()), grid, cv=2).fit(rows.to_pandas(), labels)
-    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-    config, best = search.best_estimator_.run_.config, search.best_params_["batch_size"]
-    assert (config.train.batch_size, config.train.lr, config.table.lr) == (best, 0.001, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_device_texts_become_leases_and_what_torch_calls_them(
         assert (devices.text, devices.lease) == ("cpu", None)
 
 
-def test_a_run_gives_way_on_request_and_at_the_end_of_training_hours(machine: Path) -> None:
+def test_runs_give_way_on_request_and_when_training_hours_end(machine: Path) -> None:
     noon, settings = datetime.fromisoformat("2026-11-24 12:00"), load_settings()
     hours = settings.model_copy(update={"training_hours": "20:00-08:00"})
     with leased_devices(config("auto*2"), settings, run="night") as devices:
@@ -164,7 +164,7 @@ def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[
 
 
 @pytest.mark.nightly
-def test_a_run_gives_way_on_request_and_goes_on_with_the_same_bits(machine: Path, tmp_path: Path) -> None:
+def test_a_run_that_gave_way_goes_on_with_the_same_bits(machine: Path, tmp_path: Path) -> None:
     free, folder = [gpu(number) for number in range(2)], tmp_path / "leases"
     write_state(machine, free)
     command(*words(tmp_path, "undisturbed", 10))

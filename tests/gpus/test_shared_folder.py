@@ -67,7 +67,7 @@ def test_what_belongs_to_somebody_else_is_not_ones_own(tmp_path: Path) -> None:
         own_folder(tmp_path)
 
 
-def test_a_data_folder_is_its_owners_unless_it_was_made_otherwise_which_doctor_tells(
+def test_a_new_data_folder_is_closed_and_doctor_tells_an_open_one(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dphybrid.cli.doctor.find_spec", lambda _: None)  # Prefect takes seconds
@@ -108,7 +108,7 @@ def open_folder() -> Iterator[Path]:
 
 
 @needs_root
-def test_a_file_in_a_folder_of_another_user_is_refused_before_the_training(open_folder: Path) -> None:
+def test_a_file_in_a_folder_of_another_user_is_refused(open_folder: Path) -> None:
     file = open_folder / "out.csv"
     assert "--out: you may not write in" in as_nobody(lambda: str(check_target(file, "--out")))
     check_target(file, "--out")

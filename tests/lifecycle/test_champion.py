@@ -4,8 +4,6 @@ decision names the version that it was compared with. With MLflow's own registry
 import itertools
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
@@ -23,7 +21,7 @@ from dphybrid.config.own_runs import enter
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import champion, retrain
 from dphybrid.lifecycle.champion import Decision, decide_waiting, judge, open_registry
-from dphybrid.lifecycle.retrain import plan_retraining, retraining
+from dphybrid.lifecycle.retrain import lock_file, plan_retraining, retraining
 from dphybrid.recipes.configs import apply_overrides, build_config
 from dphybrid.run.folder import Run, attached, read_run
 from dphybrid.run.job import run_job
@@ -31,6 +29,7 @@ from dphybrid.run.pages import ResultPage
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.training.saving import checkpoint_uid
+from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests import stores
 from tests.commands import command, version_of
@@ -201,32 +200,22 @@ def test_a_retraining_whose_fields_have_changed_stops_no_other(shop: Shop) -> No
     shutil.rmtree(old.folder)  # which nobody can decide about
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_retraining_that_dies_at_any_request_after_its_registration_is_decided(
-    shop: Shop, at: int, monkeypatch: pytest.MonkeyPatch
+def test_a_retraining_that_dies_between_alias_and_decision_is_decided(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests: the alias, the decision."""
-    name, requests = f"killed-{at}", list[str]()
+    name = "killed"
     shop.begin(name)
     run = shop.train(name, shop.plan(name, GOOD))
     (run.folder / "report.json").unlink(missing_ok=True)  # as of a run that had not got further yet
 
-    def dying(method: str) -> Any:
-        real = getattr(MlflowClient, method)
-
-        def called(self: MlflowClient, *given: str) -> None:
-            requests.append(method)
-            if len(requests) > at:
-                raise SystemExit("killed")
-            real(self, *given)
-
-        return called
+    def dies(*_: object) -> None:
+        raise SystemExit("killed")
 
     with monkeypatch.context() as patch:
-        for method in ("set_registered_model_alias", "set_model_version_tag"):
-            patch.setattr(MlflowClient, method, dying(method))
+        patch.setattr(MlflowClient, "set_model_version_tag", dies)
         with pytest.raises(SystemExit):
             shop.decide(run)
+    assert shop.registry.champion(name).number == "2"
     assert f"{run.folder.name}: promoted: " in command("sync")
     assert shop.registry.champion(name).number == "2"
     assert version_of(shop.registry, name, "2").decision.startswith("promoted: ")
@@ -275,29 +264,20 @@ def test_data_of_another_kind_is_said_and_the_champion_stays(shop: Shop, tmp_pat
     assert shop.registry.champion(name).number == "3"
 
 
-def test_a_second_retraining_waits_until_the_first_is_killed(
+def test_a_second_retraining_waits_until_the_first_has_ended(
     shop: Shop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = (
-        "import sys; from dphybrid.config.settings import load_settings\n"
-        "from dphybrid.lifecycle.retrain import retraining; from dphybrid.util.stop import StopRequest\n"
-        "with retraining('busy', load_settings(), StopRequest()):\n"
-        "    print('held', flush=True); sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "held\n"
-        with retraining("another", shop.settings, StopRequest()):
-            pass
-        (cancelled := StopRequest()).ask("Ctrl-C", signal.SIGINT)
-        waits = pytest.raises(Interrupted, match="stopped by Ctrl-C while it waited for another retraining")
-        with waits, retraining("busy", shop.settings, cancelled):
-            pass
-        Timer(0.3, child.kill).start()  # the kernel releases the lock
-        with retraining("busy", shop.settings, StopRequest()):
-            assert child.wait(10) == -signal.SIGKILL
+    first = FileLock(lock_file("busy", shop.settings))  # tests/util/test_files.py kills who holds one
+    assert first.acquire()
+    with retraining("another", shop.settings, StopRequest()):
+        pass
+    (cancelled := StopRequest()).ask("Ctrl-C", signal.SIGINT)
+    waits = pytest.raises(Interrupted, match="stopped by Ctrl-C while it waited for another retraining")
+    with waits, retraining("busy", shop.settings, cancelled):
+        pass
+    Timer(0.3, first.release).start()
+    with retraining("busy", shop.settings, StopRequest()):
+        pass
     assert "Waiting: another process retrains busy\n" in capsys.readouterr().out
 
 

@@ -182,6 +182,8 @@ def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
         ({"train.lr": []}, 0, "give a list of values"),
         ({"train.lr": "0.1"}, 2, "give a list of values, or with --trials a range"),
         ({"train.epochs": [1, -1]}, 0, "grid: .train.epochs=-1.*train.epochs"),
+        ({"train.batchsize": [1]}, 0, "batchsize=1.: .*did you mean 'train.batch_size'"),
+        ({"train.lr": ["x"]}, 0, ".train.lr=x.: .*must be a valid number$"),
         ({"train.seed": list(range(380))}, 0, "380 combinations"),
     ):
         with refused(words):

@@ -45,7 +45,7 @@ def test_damaged_neighbours_are_named_and_left_out(
             run_with(*TOY, resume=page.parent.name)
 
 
-def test_a_running_run_is_not_run_twice_and_a_wrong_name_is_told_before_all(data_dir: Path) -> None:
+def test_a_run_is_not_run_twice_and_wrong_names_are_told(data_dir: Path) -> None:
     with refused("run name 'latest': use a plain name"):
         run_with(*TOY, run_name="latest")
     for name in ("../x", "a/b", " ", ".x", "-x"):
