@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.main import command_of, overview
+from dphybrid.cli.main import command_of
 from dphybrid.config import flatten
 from dphybrid.recipes.configs import build_config, given_values, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
@@ -27,15 +27,10 @@ def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(tmp_path
     assert r"gr\xf6\xdfe" in done.stdout
 
 
-def test_help_lists_the_recipes_with_their_sentences() -> None:
-    shown = " ".join(overview().split())
-    for recipe in BUILT_IN:
-        assert f"{recipe} {find_recipe(recipe).summary}" in shown
-
-
 def test_the_help_of_training_lists_recipes_and_a_tables_flags() -> None:
     told = command("train", "--help")
-    assert f"ctr        {find_recipe('ctr').summary.split()[0]}" in told
+    for recipe in BUILT_IN:
+        assert f"{recipe} {find_recipe(recipe).summary}" in " ".join(told.split())
     assert told.index("retrieval") < told.index("Column to predict")
     assert "The flags below are ctr's" in told
     told = command("train", "--help", "--recipe", "text")

@@ -178,10 +178,7 @@ def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: P
             "train.amp (from --train.amp): there is no such field; known: train.epochs, ",
         ),
         ("train --train.epoch 3", "there is no such field; did you mean 'train.epochs'?"),
-        (
-            "train --train.lr 1 --train.lr 2",
-            "train.lr = ['1', '2'] (from --train.lr): must be a valid number",
-        ),
+        ("train --train.lr 1 --train.lr 2", "--train.lr: is given 2 times; give it once"),
         ("train --train.epochs", "--train.epochs: needs a value, as in --train.epochs VALUE"),
         ("train --epochs 3", "--epochs: there is no such flag; did you mean '--train.epochs'?"),
         ("sweep --recipe toy --grid {} --trials 0", "--trials '0': must be greater than or equal to 1"),

@@ -20,15 +20,9 @@ from dphybrid.util.files import given_path, no_such_file
 
 def recipes_text() -> str:
     """Return the list of recipes for the help page, each with its summary."""
-    rows = []
-    for name in recipe_names():
-        try:
-            summary = find_recipe(name).summary
-        except UserError as error:  # announced by an installed package that cannot be imported
-            summary = f"cannot be used: {error}"
-        rows.append(textwrap.fill(f"  {name:<10} {summary}", 100, subsequent_indent=" " * 13))
-    title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
-    return "\n".join([title, *rows])
+    rows = [f"  {name:<10} {find_recipe(name).summary}" for name in recipe_names()]
+    title = "recipes (`--help --recipe NAME` shows its values):"
+    return "\n".join([title, *(textwrap.fill(row, 100, subsequent_indent=" " * 13) for row in rows)])
 
 
 def recipe_of(given: Given) -> str:
@@ -58,11 +52,11 @@ class ConfigCommand(Command):
         return intro, {**dict(leaves(cls)), **field_types(recipe), "recipe": name}
 
     @classmethod
-    def check_name(cls, name: str, own: Fields, given: Given) -> None:
+    def check_name(cls, name: str, given: Given) -> None:
         # `build_config` checks the fields of sections.
-        if name not in (*own, "recipe", "devices") and "." not in name:
+        if name not in (*cls.model_fields, "recipe", "devices") and "." not in name:
             recipe = recipe_of(given)
-            flags = [*map(as_flag, {**own, **field_types(recipe)})]
+            flags = [*map(as_flag, {**cls.model_fields, **field_types(recipe)})]
             raise UserError(f"{as_flag(name)}: {explain_unknown(as_flag(name), recipe, flags)}")
 
     @property
@@ -73,12 +67,6 @@ class ConfigCommand(Command):
     def given_config(self, base: ExperimentConfig | None = None) -> ExperimentConfig:
         """Return the config that the command line gives; `base` as in `load_config`. Raises UserError."""
         return load_config(self.config, self.values, base)
-
-    def data_config(self, base: ExperimentConfig | None = None) -> ExperimentConfig:
-        """Return `given_config`, checked by `check_data`. Raises UserError."""
-        config = self.given_config(base)
-        check_data(config)
-        return config
 
 
 def check_data(config: ExperimentConfig) -> None:
@@ -106,12 +94,18 @@ class ExperimentCommand(ConfigCommand):
     tracking: str | None = None
     """MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)."""
 
+    def base(self) -> ExperimentConfig | None:
+        """Return the config that has the values which are not given."""
+        return None
+
     def experiment(self) -> tuple[ExperimentConfig, Settings]:
         """Return config and settings. Raises UserError."""
         if self.tracking is not None:
             # Not passed on as an argument: a flow's tasks read settings themselves.
             os.environ["DPHYBRID_TRACKING_URI"] = self.tracking
-        return self.data_config(), load_settings()
+        config = self.given_config(self.base())
+        check_data(config)
+        return config, load_settings()
 
 
 class RunCommand(ExperimentCommand):
@@ -123,10 +117,11 @@ class RunCommand(ExperimentCommand):
     run_name: str | None = None
     """Name of the run and its folder (default: made of recipe, devices and time)."""
 
-    def data_config(self, base: ExperimentConfig | None = None) -> ExperimentConfig:
-        """Return the config, with the values of the run to resume, whose name replaces `resume`."""
-        if self.resume is not None:
-            values = merge(read_config_file(self.config) if self.config else {}, self.values)
-            run = named_run(load_settings(), self.resume, choose_recipe(values))
-            self.resume, base = run.folder.name, run.config
-        return super().data_config(base)
+    def base(self) -> ExperimentConfig | None:
+        """Return the config of the run to resume, whose name replaces `resume`."""
+        if self.resume is None:
+            return None
+        values = merge(read_config_file(self.config) if self.config else {}, self.values)
+        run = named_run(load_settings(), self.resume, choose_recipe(values))
+        self.resume = run.folder.name
+        return run.config

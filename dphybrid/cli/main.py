@@ -42,15 +42,13 @@ def command_of(words: Sequence[str]) -> Command:
 def overview() -> str:
     """Return the help page of `dphybrid`."""
     what = "Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record."
-    lines = ["usage: dphybrid COMMAND ...", "", what]
+    lines = ["usage: dphybrid COMMAND ... (`dphybrid COMMAND --help` shows its flags)", "", what]
     for group, names in COMMANDS.items():
         lines += ["", f"{group}:"]
         for name in names:
             summary = " ".join(_doc_of(name).partition("\n\n")[0].split()).rstrip(".")
             lines.append(f"  {name:<10}{summary[0].lower()}{summary[1:]}")
-    from dphybrid.cli.flags import recipes_text  # here, as most commands need no flags of experiments
-
-    return "\n".join([*lines, "", recipes_text()])
+    return "\n".join(lines)
 
 
 def _doc_of(name: str) -> str:

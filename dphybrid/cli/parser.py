@@ -39,7 +39,7 @@ _PLACEHOLDERS = {int: "N", float: "X", bool: "true|false", Path: "FILE", tuple: 
 
 class Command(BaseModel):
     """The flags of a command: each field is one (`at_once` is `--at-once`), its docstring is the flag's help.
-    A field of a section is `--section.field`. A flag that is given twice has a list of both values.
+    A field of a section is `--section.field`.
 
     A command of `dphybrid` also has `run`, which does the work and returns the exit code. It makes the slow
     imports, too, which `--help` and wrong flags must not wait for.
@@ -58,8 +58,9 @@ class Command(BaseModel):
         return "", dict(leaves(cls))
 
     @classmethod
-    def check_name(cls, name: str, own: Fields, given: Given) -> None:
-        """Raise UserError if a flag can be no field. own: the fields of the command itself."""
+    def check_name(cls, name: str, given: Given) -> None:
+        """Raise UserError if a flag can be no field."""
+        own = dict(leaves(cls))
         if name not in own:
             shown = [as_flag(other) for other, field in own.items() if not _is_positional(field)]
             raise UserError(f"{as_flag(name)}: there is no such flag{suggestion(as_flag(name), shown)}")
@@ -77,9 +78,22 @@ class Command(BaseModel):
             if "help" in given:
                 print(cls._help_page(program, doc, given, own))
                 raise SystemExit(0)
-            return cls._checked(given, loose, own)
-        except UserError as error:
-            raise UserError(f"{error}\nSee `{program} --help`.") from error
+            values = dict[str, object]()
+            for name, texts in given.items():
+                cls.check_name(name, given)
+                is_list = name in own and list in _kinds(own[name])
+                if len(texts) > 1 and not is_list:
+                    raise UserError(f"{as_flag(name)}: is given {len(texts)} times; give it once")
+                values[name] = texts if is_list else texts[0]
+            for name in [name for name, field in own.items() if loose and _is_positional(field)]:
+                is_list = list in _kinds(own[name])
+                values[name], loose = (loose, []) if is_list else (loose[0], loose[1:])
+            if loose:
+                raise UserError(f"unexpected {loose[0]!r}{cls.before_words}")
+            return cls.model_validate(nest(values))
+        except (ValidationError, UserError) as error:
+            wrong = _mistakes(error, own) if isinstance(error, ValidationError) else error
+            raise UserError(f"{wrong}\nSee `{program} --help`.") from error
 
     @classmethod
     def _split(cls, words: Sequence[str], own: Fields) -> tuple[Given, list[str]]:
@@ -98,33 +112,12 @@ class Command(BaseModel):
             elif not equals and name in cls.alone and following.startswith("-"):
                 text = cls.alone[name]
             elif not equals and following.startswith("--"):
-                cls.check_name(name, own, given)
+                cls.check_name(name, given)
                 raise UserError(f"{flag}: needs a value, as in {flag} VALUE")
             elif not equals:
                 text = waiting.pop(0)
             given.setdefault(name, []).append(text)
         return given, loose
-
-    @classmethod
-    def _checked(cls, given: Given, loose: list[str], own: Fields) -> Self:
-        values = dict[str, object]()
-        for name, texts in given.items():
-            cls.check_name(name, own, given)
-            is_list = len(texts) > 1 or (name in own and list in _kinds(own[name]))
-            if len(texts) > 1 and name in own and list not in _kinds(own[name]):
-                raise UserError(f"{as_flag(name)}: is given {len(texts)} times; give it once")
-            values[name] = texts if is_list else texts[0]
-        for name in [name for name, field in own.items() if _is_positional(field)]:
-            is_list = list in _kinds(own[name])
-            taken, loose = (loose, []) if is_list else (loose[:1], loose[1:])
-            if taken:
-                values[name] = taken if is_list else taken[0]
-        if loose:
-            raise UserError(f"unexpected {loose[0]!r}{cls.before_words}")
-        try:
-            return cls.model_validate(nest(values))
-        except ValidationError as error:
-            raise UserError(_mistakes(error, own)) from error
 
     @classmethod
     def _help_page(cls, program: str, doc: str, given: Given, own: Fields) -> str:
@@ -208,16 +201,14 @@ def run_cli(function: Callable[[], int | None]) -> int:
             stream.reconfigure(errors="backslashreplace")  # for letters that the locale does not have
     try:
         clear_leftovers(Path(gettempdir()), alone=False)
-        _check_working_folder()
+        os.getcwd()
         code = function() or 0
         sys.stdout.flush()
         return code
     except ModuleNotFoundError as error:
         _tell(f"error: {missing_extra(error)}")
-        return 2
     except UserError as error:
         _tell(f"error: {error}")
-        return 2
     except KeyboardInterrupt as interruption:
         _tell(f"\n{interruption}" if str(interruption) else "\ninterrupted")
         if vars(interruption).get("requeue"):
@@ -230,8 +221,10 @@ def run_cli(function: Callable[[], int | None]) -> int:
         drop_output(sys.stdout.fileno())  # the reader of a pipe has ended, as in `dphybrid ... | head`
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # An OSError without a file is not the user's mistake; its traceback is needed.
-        if error.filename is None:
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd's
+            _tell("error: the working folder was removed; change to one that exists (cd)")
+            return 2
+        if error.filename is None:  # not the user's mistake; its traceback is needed
             raise
         path, folder, text = Path(str(error.filename)), load_settings().data_dir, disk_text(error)
         # Also a folder above the data folder: it may be the one that could not be made.
@@ -239,15 +232,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
         if own and error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR):
             text = f"{path}: {error.strerror}; DPHYBRID_DATA_DIR={folder} must be a folder that you can write"
         _tell(masked(f"error: {text}"))
-        return 2
+    return 2
 
 
 def _tell(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
-
-
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise UserError("the working folder was removed; change to one that exists (cd)") from error
