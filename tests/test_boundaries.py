@@ -7,24 +7,30 @@ import pytest
 from tests.commands import python
 from tests.conftest import REPOSITORY
 
-HEAVY = ["torch", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings", "matplotlib", "sklearn"]
-HEAVY += ["rich", "prefect.server"]
-
-
-SETTINGS = {"pydantic", "pydantic_settings"}
+HEAVY = [
+    "torch",
+    "mlflow",
+    "prefect",
+    "prefect.server",
+    "polars",
+    "pydantic",
+    "matplotlib",
+    "sklearn",
+    "rich",
+]
 CHAINS: dict[str, list[tuple[str, set[str]]]] = {
     "configs": [
         ("dphybrid", set()),
         ("dphybrid.util.device_spec", set()),
         ("dphybrid.config", {"pydantic"}),
-        ("dphybrid.recipes.configs", SETTINGS),
-        ("dphybrid.config.settings", SETTINGS),
-        ("dphybrid.cli.main", SETTINGS),
-        ("dphybrid.lifecycle.cleanup", SETTINGS),  # `dphybrid runs`
+        ("dphybrid.recipes.configs", {"pydantic"}),
+        ("dphybrid.config.settings", {"pydantic"}),
+        ("dphybrid.cli.main", {"pydantic"}),
+        ("dphybrid.lifecycle.cleanup", {"pydantic"}),  # `dphybrid runs`
         # what MLflow imports, and no torch: they only read and send records
-        ("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars"} | SETTINGS),
+        ("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"}),
         # Prefect's server is imported only where a temporary one starts
-        ("flows.train_hybrid", {"prefect", "rich", "mlflow", "polars"} | SETTINGS),
+        ("flows.train_hybrid", {"prefect", "rich", "mlflow", "polars", "pydantic"}),
     ],
     "models": [
         ("dphybrid.parallel", {"torch"}),

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dphybrid.config import DeviceText
 from dphybrid.util.errors import UserError, plain_words
@@ -21,14 +20,11 @@ _CENTURY_S = 100 * 365 * 86_400.0
 """The longest time that a setting may give: the system's calls refuse some that are longer."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Settings of this machine and user."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
-        env_ignore_empty=True,  # an empty variable counts as unset
-        use_attribute_docstrings=True,
-        frozen=True,
+    model_config = ConfigDict(
+        use_attribute_docstrings=True, frozen=True, extra="forbid", validate_default=True
     )
 
     data_dir: Path = Path("~/.dphybrid")
@@ -119,9 +115,10 @@ class Settings(BaseSettings):
 def load_settings(**given: Any) -> Settings:
     """Read the settings: what is given, then the environment. Raises UserError that names the wrong
     variable."""
-    # Not cached: a command may set variables between two calls.
+    # Not cached: a command may set variables between two calls. An empty variable counts as unset.
+    found = {name: os.environ.get(f"{_PREFIX}{name.upper()}") for name in Settings.model_fields}
     try:
-        settings = Settings(**given)
+        settings = Settings(**{name: text for name, text in found.items() if text} | given)
     except ValidationError as error:
         lines = [
             f"{_PREFIX}{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()

@@ -74,15 +74,6 @@ def test_every_form_gives_the_same_files(form: str, tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [first]
 
 
-def test_an_equal_frame_that_another_process_saves_meanwhile_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = save_frame(visits(), tmp_path, "data")
-    monkeypatch.setattr(Path, "exists", lambda _: False)  # not there yet when a process looked
-    assert save_frame(visits(), tmp_path, "data") == first
-    assert list(tmp_path.iterdir()) == [first]
-
-
 def test_what_a_run_shows(run: TrainedRun) -> None:
     assert run.status == "finished"
     assert run.metrics["auc"] > 0.8

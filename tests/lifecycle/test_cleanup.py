@@ -128,7 +128,7 @@ def test_data_that_a_run_extends_stays_as_long_as_the_run(rows: None, data_dir: 
 
 
 @pytest.mark.usefixtures("unrecorded")
-def test_wrong_words_are_told(data_dir: Path) -> None:
+def test_wrong_words_and_damaged_runs_are_told(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_with("recipe=toy", "devices=cpu", run_name="mine")
     for words, told in (
         (["remove"], "name the runs, or give --older-than DAYS"),
@@ -142,6 +142,12 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
     (data_dir / "runs" / "hurt").mkdir()
     (data_dir / "runs" / "hurt" / "run.json").write_text("{")
     assert "hurt: its run.json cannot be read" in command("runs", "remove", "hurt", "--yes", ends=2)
+    (data_dir / "runs" / "mine" / "report.json").write_text("{")
+    assert main(["runs"]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1].split()[:3] == ["mine", "toy", "unreadable"]
+    assert "mine/report.json: cannot be read as JSON" in told.err
+    assert "left out a run: " in told.err
     assert "mine: removed" in command("runs", "remove", "mine", "--yes")
 
 
@@ -159,21 +165,3 @@ def test_a_run_whose_server_cannot_be_asked_stays(embedded_store: None, data_dir
         file.close()
         assert told in plan_removal(load_settings(), ["mine"]).kept["mine"]
         assert "mine: stays" in command("runs", "remove", "mine", "--yes", ends=1)
-
-
-@pytest.mark.usefixtures("unrecorded")
-def test_one_run_that_cannot_be_read_hides_no_other(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("one", "two", "three"):
-        run_with("recipe=toy", "devices=cpu", run_name=name)
-    (data_dir / "runs" / "one" / "report.json").write_text("{")
-    (data_dir / "runs" / "two" / "run.json").write_text("[")
-    assert main(["runs"]) == 0
-    told = capsys.readouterr()
-    assert [line.split()[:3] for line in told.out.splitlines()[-2:]] == [
-        ["one", "toy", "unreadable"],
-        ["three", "toy", "finished"],
-    ]
-    assert "one/report.json: cannot be read as JSON" in told.err
-    assert "left out a run: " in told.err
