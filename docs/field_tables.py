@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from dphybrid.cli.parser import sentence
 from dphybrid.config import fields_of
 
 _BOUNDS = {
@@ -28,26 +29,26 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _table(prefix: str, name: str) -> str:
     module, _, attribute = name.partition(":")
-    fields = fields_of(getattr(importlib.import_module(module), attribute))
-    rows = [_row(prefix, key, field) for key, field in fields.items()]
+    model = getattr(importlib.import_module(module), attribute)
+    rows = [_row(prefix, key, field, sentence(model, key)) for key, field in fields_of(model).items()]
     return "\n".join(["| name | default | what it is |", "| --- | --- | --- |", *rows])
 
 
-def _row(prefix: str, key: str, field: FieldInfo) -> str:
+def _row(prefix: str, key: str, field: FieldInfo, words: str) -> str:
     name = f"{prefix}{key.upper() if prefix.isupper() else key}"
     text = _text(field.get_default(call_default_factory=True))
     # Bounds of 2**53 and more only keep a number within its type, and would not help readers.
     bounds = [
-        words.format(f"{getattr(bound, side):g}")
+        shown.format(f"{getattr(bound, side):g}")
         for bound in field.metadata
-        for kind, (side, words) in _BOUNDS.items()
+        for kind, (side, shown) in _BOUNDS.items()
         if isinstance(bound, kind) and getattr(bound, side) < 2**53
     ]
     choices = [f"`{choice}`" for choice in get_args(field.annotation)]
     given = choices if get_origin(field.annotation) is Literal else bounds
-    sentence = " ".join([field.description or "", *([f"[{', '.join(given)}]"] if given else [])])
+    words += f" [{', '.join(given)}]" if given else ""
     # A bar or a line end would end the cell.
-    cells = f'<code class="field">{name}</code>', text and f"`{text}`", sentence
+    cells = f'<code class="field">{name}</code>', text and f"`{text}`", words
     return f"| {' | '.join(cell.replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"
 
 

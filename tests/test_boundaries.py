@@ -7,17 +7,8 @@ import pytest
 from tests.commands import python
 from tests.conftest import REPOSITORY
 
-HEAVY = [
-    "torch",
-    "mlflow",
-    "prefect",
-    "prefect.server",
-    "polars",
-    "pydantic",
-    "matplotlib",
-    "sklearn",
-    "rich",
-]
+HEAVY = ["torch", "mlflow", "prefect", "prefect.server", "polars", "pydantic", "matplotlib", "sklearn"]
+HEAVY += ["rich"]
 CHAINS: dict[str, list[tuple[str, set[str]]]] = {
     "configs": [
         ("dphybrid", set()),

@@ -5,11 +5,10 @@ import textwrap
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import ConfigDict
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict
 
-from dphybrid.cli.parser import Command, Fields, Given, as_flag
-from dphybrid.config import ExperimentConfig, leaves, merge, nest
+from dphybrid.cli.parser import Command, Given, as_flag
+from dphybrid.config import ExperimentConfig, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, OF_TABLES, choose_recipe, find_recipe, recipe_names
@@ -42,19 +41,19 @@ class ConfigCommand(Command):
     before_words: ClassVar = "; write --data.path, --recipe or --config before it, or a list as a,b"
     config: Path | None = None
     """TOML (or JSON) file with the values to set; flags override it."""
+    recipe: str | None = None
+    """One of these, or your own as package.module:NAME (default: ctr with a label, else text)."""
 
     @classmethod
-    def help_of(cls, given: Given) -> tuple[str, Fields]:
+    def help_of(cls, given: Given) -> tuple[str, list[type[BaseModel]]]:
         recipe = recipe_of(given)
         intro = f"{recipes_text()}\n\nThe flags below are {recipe}'s."
-        what = "One of these, or your own as package.module:NAME (default: ctr with a label, else text)."
-        name = FieldInfo(annotation=str, default=None, description=what)
-        return intro, {**dict(leaves(cls)), **field_types(recipe), "recipe": name}
+        return intro, [cls, find_recipe(recipe).config_class]
 
     @classmethod
     def check_name(cls, name: str, given: Given) -> None:
         # `build_config` checks the fields of sections.
-        if name not in (*cls.model_fields, "recipe", "devices") and "." not in name:
+        if name not in (*cls.model_fields, "devices") and "." not in name:
             recipe = recipe_of(given)
             flags = [*map(as_flag, {**cls.model_fields, **field_types(recipe)})]
             raise UserError(f"{as_flag(name)}: {explain_unknown(as_flag(name), recipe, flags)}")
@@ -62,7 +61,8 @@ class ConfigCommand(Command):
     @property
     def values(self) -> Values:
         """The values of the experiment that flags give, nested."""
-        return dict(self.model_extra or {})
+        chosen = {} if self.recipe is None else {"recipe": self.recipe}
+        return chosen | (self.model_extra or {})
 
     def given_config(self, base: ExperimentConfig | None = None) -> ExperimentConfig:
         """Return the config that the command line gives; `base` as in `load_config`. Raises UserError."""
@@ -83,8 +83,7 @@ def check_data(config: ExperimentConfig) -> None:
 def check_data_path(path: str) -> None:
     """Raise UserError when `path` does not exist. The readers check as well, but seconds later: they import
     polars."""
-    plain = not any(sign in path for sign in "*?[")
-    if plain and not given_path(path, "data.path").exists():
+    if not any(sign in path for sign in "*?[") and not given_path(path, "data.path").exists():
         raise no_such_file(path, "data.path")
 
 

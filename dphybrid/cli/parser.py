@@ -1,16 +1,21 @@
 """Commands as pydantic classes, whose fields are their flags, and how a command reports mistakes and
 interruptions."""
 
+import ast
 import atexit
 import errno
 import gc
+import inspect
 import io
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType, UnionType
@@ -46,16 +51,16 @@ class Command(BaseModel):
     """
 
     # defer_build: only the class of the command that runs needs a validator.
-    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True, populate_by_name=True)
+    model_config = ConfigDict(defer_build=True, populate_by_name=True)
     alone: ClassVar[Mapping[str, str]] = {}
     """Field whose flag may stand without a value -> the value that it then has."""
     before_words: ClassVar[str] = ""
     """What a word that is neither flag nor value probably lacks."""
 
     @classmethod
-    def help_of(cls, given: Given) -> tuple[str, Fields]:
-        """Return what the help says before the flags, and the fields that it shows."""
-        return "", dict(leaves(cls))
+    def help_of(cls, given: Given) -> tuple[str, list[type[BaseModel]]]:
+        """Return what the help says before the flags, and the classes whose fields it shows."""
+        return "", [cls]
 
     @classmethod
     def check_name(cls, name: str, given: Given) -> None:
@@ -85,9 +90,10 @@ class Command(BaseModel):
                 if len(texts) > 1 and not is_list:
                     raise UserError(f"{as_flag(name)}: is given {len(texts)} times; give it once")
                 values[name] = texts if is_list else texts[0]
-            for name in [name for name, field in own.items() if loose and _is_positional(field)]:
-                is_list = list in _kinds(own[name])
-                values[name], loose = (loose, []) if is_list else (loose[0], loose[1:])
+            for name, field in own.items():
+                if loose and _is_positional(field):
+                    is_list = list in _kinds(field)
+                    values[name], loose = (loose, []) if is_list else (loose[0], loose[1:])
             if loose:
                 raise UserError(f"unexpected {loose[0]!r}{cls.before_words}")
             return cls.model_validate(nest(values))
@@ -122,10 +128,13 @@ class Command(BaseModel):
     @classmethod
     def _help_page(cls, program: str, doc: str, given: Given, own: Fields) -> str:
         groups: dict[str, list[str]] = {}
-        intro, fields = cls.help_of(given)
-        for name, field in fields.items():
-            section = "" if name in own else name.rpartition(".")[0]
-            groups.setdefault(section or "options", []).append(_help_row(name, field, cls))
+        intro, models = cls.help_of(given)
+        for model in models:
+            for name, field in leaves(model):
+                if model is cls or name not in own:
+                    section = "" if name in own else name.rpartition(".")[0]
+                    row = _help_row(name, field, sentence(model, name), cls)
+                    groups.setdefault(section or "options", []).append(row)
         summary, _, page = doc.strip().partition("\n\n")
         parts = [f"usage: {program} ...", " ".join(summary.split()), intro]
         parts += ["\n".join([f"{group}:", *rows]) for group, rows in groups.items()]
@@ -164,7 +173,32 @@ def _shown_name(name: str, field: FieldInfo) -> str:
     return field.alias or name.upper() if _is_positional(field) else as_flag(name)
 
 
-def _help_row(name: str, field: FieldInfo, cls: type[Command]) -> str:
+def sentence(model: type[BaseModel], name: str) -> str:
+    """Return the description of a field, by its dotted name: what it declares, or the docstring below it."""
+    first, dot, rest = name.partition(".")
+    field: Any = model.model_fields[first]
+    if dot:
+        return sentence(field.annotation, rest)
+    declared = (_docstrings(base.__module__).get(base.__name__, {}).get(first) for base in model.__mro__)
+    return field.description or next(filter(None, declared), "")
+
+
+# Not by pydantic (use_attribute_docstrings), which reads the source of each class in each process.
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of the fields of a module's classes, by class and field."""
+    found = dict[str, dict[str, str]]()
+    with suppress(OSError, TypeError, KeyError):  # no source: a class of a notebook, say
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+            for field, text in pairwise(node.body) if isinstance(node, ast.ClassDef) else ():
+                words = text.value if isinstance(text, ast.Expr) else None
+                if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
+                    text_of = found.setdefault(node.name, {})
+                    text_of[ast.unparse(field.target)] = inspect.cleandoc(str(words.value))
+    return found
+
+
+def _help_row(name: str, field: FieldInfo, text: str, cls: type[Command]) -> str:
     """Return the lines of a field in the help: flag, placeholder, sentence, default."""
     choices = [f for f in (field.annotation, *get_args(field.annotation)) if get_origin(f) is Literal]
     words = "|".join(map(str, get_args(choices[0]))) if choices else name.rpartition(".")[2].upper()
@@ -174,7 +208,7 @@ def _help_row(name: str, field: FieldInfo, cls: type[Command]) -> str:
     if not _is_positional(field) and not is_switch:
         head += f" [{value}]" if name in cls.alone else f" {value}"
     is_plain = field.is_required() or field.get_default() in (None, False, (), [], "")
-    text = f"{field.description}" + ("" if is_plain else f" (default: {flag_text(field.get_default())})")
+    text += "" if is_plain else f" (default: {flag_text(field.get_default())})"
     body = textwrap.fill(" ".join(text.split()), 100, initial_indent=" " * 28, subsequent_indent=" " * 28)
     return f"{head:<27} {body.lstrip()}" if len(head) < 28 else f"{head}\n{body}"
 

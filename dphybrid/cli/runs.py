@@ -52,17 +52,10 @@ class Flags(Command):
             return 0
         if self.names:
             raise UserError(f"runs list takes no names; `dphybrid ui {self.names[0]}` shows a run")
-        if rows := [row_of(run) for run in all_runs(settings)]:
-            _print_table(rows)
-        else:
-            print(f"No runs in {settings.runs_dir}")
+        rows = [row_of(run) for run in all_runs(settings)]
+        table = aligned([[*rows[0]], *([*row.values()] for row in rows)] if rows else [])
+        print("\n".join(table) or f"No runs in {settings.runs_dir}")
         return 0
-
-
-def _print_table(rows: list[dict[str, object]]) -> None:
-    # Without the columns that are empty in all rows.
-    names = [name for name in rows[0] if any(str(row[name]) for row in rows)]
-    print("\n".join(aligned([names, *([str(row[name]) for name in names] for row in rows)])))
 
 
 def _remove(names: list[str], older_than: float | None, sure: bool) -> int:

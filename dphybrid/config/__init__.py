@@ -51,9 +51,8 @@ class Section(BaseModel):
     """A section of the config: frozen, and an unknown field is an error."""
 
     # ser_json_inf_nan: an infinite value, which JSON has not, must not become null.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", ser_json_inf_nan="constants", use_attribute_docstrings=True
-    )
+    # defer_build: of most recipes a process needs no config.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", defer_build=True)
 
     used_with: ClassVar[Mapping[str, str]] = {}
     """Fields that do something only with some values of another one: name -> `section.field=value,value`; no

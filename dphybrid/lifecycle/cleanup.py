@@ -39,7 +39,7 @@ class Removal:
     kept: Mapping[str, str]
 
 
-def row_of(run: Run) -> dict[str, object]:
+def row_of(run: Run) -> dict[str, str]:
     """Return what a list of runs shows of a run; of one whose files cannot be read, the reason."""
     try:
         page = run.folder / "report.json"
