@@ -10,7 +10,7 @@ from dphybrid.tutorials import Toy
 from dphybrid.cli.flags import ConfigCommand
 from dphybrid.cli.main import command_of
 from dphybrid.cli.parser import sentence
-from dphybrid.config import ModelConfig, flatten, nest
+from dphybrid.config import ModelConfig, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import Sweep
 from dphybrid.recipes.configs import (
@@ -30,16 +30,6 @@ from tests.refusing import refused, refused_with
 def flags(*argv: str, recipe: str = "text") -> Values:
     values: Values = ConfigCommand.parse("config", "", ["--recipe", recipe, *argv]).values
     return values
-
-
-@pytest.mark.parametrize("recipe", BUILT_IN)
-def test_every_recipe_is_a_valid_config(recipe: str) -> None:
-    config = load_config(None, [f"recipe={recipe}"])
-    found, values = find_recipe(recipe), flatten(config.model_dump())
-    assert config.recipe == recipe
-    for section in ("table", "train"):
-        for name, value in getattr(found, section).items():
-            assert values[f"{section}.{name}"] == value
 
 
 def test_flags_go_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) -> None:
@@ -123,12 +113,6 @@ def test_without_a_recipe_a_label_means_a_table() -> None:
         (["recipe=kge", "data.path=movies.csv"], "kge"),
     ):
         assert load_config(None, values).recipe == recipe
-
-
-def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:
-    config = build_config({"recipe": "ctr", "data": {"label": "y"}})
-    with refused(r"data\.label.*recipe toy does not use it"):
-        apply_overrides(config, ["recipe=toy"])
 
 
 class ListsModel(ModelConfig):

@@ -295,16 +295,6 @@ def test_a_worker_and_a_run_that_waits_find_the_same_gpus_free(
         assert pids == ({os.getpid()} if leased or tickets else set())
 
 
-@pytest.mark.parametrize("run", ["", "a\x1b[2Jb"])
-def test_a_run_of_any_name_waits_and_leases(run: str, two: Path, fake: Inventory, folder: Path) -> None:
-    with waits(folder, fake, range(2), 2, run):
-        assert free_now(fake, Settings(lease_dir=folder)) == (0, {os.getpid()})
-    with try_lease(folder, fake.read(), run):
-        holder = find_holder(folder, fake.read()[0].uuid)
-        assert holder is not None
-        assert holder.text().isprintable()
-
-
 def test_one_reading_that_fails_ends_no_wait(two: Path, fake: Inventory, folder: Path) -> None:
     free = fake.read()
     busy = tuple(unit.__class__(**{**unit.__dict__, "free_bytes": 0}) for unit in free)

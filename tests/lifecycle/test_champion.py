@@ -1,7 +1,6 @@
-"""Two retrainings of one model, in every order of their steps: the champion is always the best one, and each
-decision names the version that it was compared with. With MLflow's own registry."""
+"""Champion and challenger, with MLflow's own registry: who is compared with whom, after kills too, and that
+one process at a time retrains a model."""
 
-import itertools
 import shutil
 import signal
 from collections.abc import Iterator
@@ -135,41 +134,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         found.begin("warm-up")
         day(2, range(12)).write_parquet(folder / "days" / "2.parquet")
         yield found
-
-
-STEPS = ("plan", "train", "decide")
-ORDERS = sorted(set(itertools.permutations("AAABBB")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS, ids="".join)
-@pytest.mark.nightly
-def test_two_retrainings_in_every_order(shop: Shop, order: tuple[str, ...]) -> None:
-    """The steps of two retrainings, each plan, train, decide."""
-    name, how = "".join(order), {"A": GOOD, "B": FAIR}
-    shop.begin(name)
-    done: dict[str, Any] = {}
-    champions, decided = ["1"], dict[str, Decision]()
-    for who in order:
-        before = done.get(who)
-        if before is None:
-            done[who] = shop.plan(name, how[who])
-        elif not isinstance(before, Run):
-            done[who] = shop.train(name, before)
-        else:
-            decided[who] = shop.decide(before)
-            assert decided[who].against == champions[-1]
-            assert f"against champion version {champions[-1]}'s" in decided[who].why
-            number = shop.registry.newest(name, before.page.run_id).number
-            champions += [number] if decided[who].promoted else []
-            assert shop.registry.champion(name).number == champions[-1]
-            assert version_of(shop.registry, name, number).decision == decided[who].text
-    apart = "".join(order) not in ("AAABBB", "BBBAAA")  # else the second continued from the first
-    if apart:
-        assert decided["B"].promoted == (list(decided) == ["B", "A"]), "it is better than version 1 alone"
-    assert decided["A"].promoted
-    final = shop.registry.champion(name).run_id
-    assert final == done["A"].page.run_id or not apart
 
 
 def test_damaged_rows_do_not_decide(shop: Shop) -> None:
