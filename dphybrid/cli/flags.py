@@ -12,7 +12,6 @@ from dphybrid.config import ExperimentConfig, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, OF_TABLES, choose_recipe, find_recipe, recipe_names
-from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, no_such_file
 
@@ -120,6 +119,8 @@ class RunCommand(ExperimentCommand):
         """Return the config of the run to resume, whose name replaces `resume`."""
         if self.resume is None:
             return None
+        from dphybrid.run.folder import named_run  # here, as `--help` needs no records
+
         values = merge(read_config_file(self.config) if self.config else {}, self.values)
         run = named_run(load_settings(), self.resume, choose_recipe(values))
         self.resume = run.folder.name

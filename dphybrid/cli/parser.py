@@ -189,12 +189,12 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
     """Return the docstrings of the fields of a module's classes, by class and field."""
     found = dict[str, dict[str, str]]()
     with suppress(OSError, TypeError, KeyError):  # no source: a class of a notebook, say
-        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
             for field, text in pairwise(node.body) if isinstance(node, ast.ClassDef) else ():
                 words = text.value if isinstance(text, ast.Expr) else None
                 if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
-                    text_of = found.setdefault(node.name, {})
-                    text_of[ast.unparse(field.target)] = inspect.cleandoc(str(words.value))
+                    assert isinstance(field.target, ast.Name)
+                    found.setdefault(node.name, {})[field.target.id] = inspect.cleandoc(str(words.value))
     return found
 
 

@@ -240,14 +240,13 @@ class ExperimentConfig(Section):
     devices: DeviceText = "auto"
     """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0,
     cuda:0,cuda:1, cuda:0*4 (four virtual devices on one GPU)."""
-    # Without SerializeAsAny pydantic dumps only the fields of the declared class, not the recipe's own. The
-    # default sections are shared by all configs, which is safe because sections are frozen.
-    data: SerializeAsAny[DataConfig] = DataConfig()
-    model: SerializeAsAny[ModelConfig] = ModelConfig()
-    table: TableConfig = TableConfig()
-    train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    # Without SerializeAsAny pydantic dumps only the fields of the declared class, not the recipe's own.
+    data: SerializeAsAny[DataConfig] = Field(default_factory=DataConfig)
+    model: SerializeAsAny[ModelConfig] = Field(default_factory=ModelConfig)
+    table: TableConfig = Field(default_factory=TableConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @model_validator(mode="after")
     def _formats_agree(self) -> Self:

@@ -2,7 +2,6 @@
 send their record, are removed, and run code of the working folder. Any other run folder is only read."""
 
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ LIST = ".own-runs"
 
 def enter(folder: Path) -> str:
     """Enter a run folder of the data folder into the list; return its new uid, which its `run.json` holds."""
-    uid = secrets.token_hex(8)
+    uid = os.urandom(8).hex()
     file = folder.absolute().parents[1] / LIST
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -23,7 +23,7 @@ _CENTURY_S = 100 * 365 * 86_400.0
 class Settings(BaseModel):
     """Settings of this machine and user."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
 
     data_dir: Path = Path("~/.dphybrid")
     """Folder for prepared data, checkpoints and the default MLflow store."""

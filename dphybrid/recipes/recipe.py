@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import create_model
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import (
@@ -303,7 +303,7 @@ class Recipe:
             "train": _with_defaults(TrainConfig, self.train),
         }
         # Every section gets a default, so that `{"recipe": NAME}` alone is a whole config.
-        fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}
+        fields: dict[str, Any] = {n: (kind, Field(default_factory=kind)) for n, kind in sections.items()}
         key = self.key or self.name
         fields["recipe"] = (Literal[key], _with_default(ExperimentConfig.model_fields["recipe"], key))
         name = f"{type(self).__name__}Config"
