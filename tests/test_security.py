@@ -165,7 +165,10 @@ def test_a_run_from_elsewhere_is_read_and_does_not_act(foreign: Server, data_dir
     assert set(data_dir.parent.rglob("*")) - before <= {data_dir / "mlflow"}
 
 
-def test_an_adopted_run_acts_for_its_new_owner_alone(foreign: Server, data_dir: Path) -> None:
+def test_an_adopted_run_acts_for_its_new_owner_alone(
+    foreign: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.tracking.copier._REFUSED_RETRIES_S", (0.01,))
     command("runs", "adopt", "nice")
     assert "nice: is this data folder's own run already" in command("runs", "adopt", "nice", ends=2)
     command("sync", "--wait", "20")

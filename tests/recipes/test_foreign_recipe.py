@@ -1,4 +1,4 @@
-"""A recipe of a package outside the project is prepared, trained, resumed, compared and loaded."""
+"""A recipe of a package outside the project is prepared, trained, resumed and loaded."""
 
 import json
 import os
