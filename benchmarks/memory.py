@@ -192,12 +192,12 @@ def mapped_table(folder: Path, gib: float) -> HostEmbedding:
     entry = {"dtype": "F32", "shape": [rows, DIM], "data_offsets": [0, rows * DIM * 4]}
     header = json.dumps({"weight": entry}).encode()
     header += b" " * (-len(header) % 8)
-    file = folder / f"{rows}.safetensors"
-    with file.open("wb") as stream:
+    (folder / str(rows)).mkdir()
+    with (folder / str(rows) / "model.safetensors").open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         stream.truncate(8 + len(header) + rows * DIM * 4)
     table: nn.Module = nn.Embedding(rows, DIM, device="meta")
-    host_tables(table, 0, mapped=file)
+    host_tables(table, 0, mapped=folder / str(rows))
     assert isinstance(table, HostEmbedding)
     return table
 

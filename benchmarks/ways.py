@@ -70,11 +70,10 @@ def sparse_clicks(experiment: Experiment) -> Way:
     """Return DLRM over one sparse nn.Embedding with the rows of all columns."""
     model = _built(experiment)
     region, table = _by_torch(model.region.module), model.table
-    embedding = nn.Embedding.from_pretrained(table.flat.weight.detach().clone(), freeze=False, sparse=True)
-    starts_F = torch.tensor(list(table.starts.values()))  # each column's first row in the one embedding
+    embedding = nn.Embedding.from_pretrained(table.weight.detach().clone(), freeze=False, sparse=True)
 
     def losses(batch: Batch) -> Mapping[str, Tensor]:
-        loss_B, _ = region(embedding(batch["ids_BF"] + starts_F), batch["dense_BN"], batch["labels_B"])
+        loss_B, _ = region(embedding(batch["ids_BF"] + model.starts_F), batch["dense_BN"], batch["labels_B"])
         return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
 
     return Way(losses, region, _stock(experiment, embedding))

@@ -8,8 +8,6 @@ slice takes: the time limit holds for a table of any size.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from math import prod
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -72,7 +70,7 @@ class Spread:
                 dist.recv(rows, 0)
                 piece[ids_U.to(piece.device)] = rows.to(piece.device)
             elif owner == self._ranks.rank:
-                part = self._pieces[number].reshape(-1)[first:stop]
+                part = self._pieces[number][first:stop]
                 if op == _Op.READ:
                     dist.send(part.cpu().contiguous(), 0)
                 else:
@@ -81,24 +79,25 @@ class Spread:
                     part.copy_(there)
 
     def read(self, number: int, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` of whole tensor `number`, counted flat."""
-        found = torch.empty(stop - start, dtype=self._pieces[number].dtype)
-        for owner, first, last, offset in self._owners(number, start, stop):
+        """Return the rows from `start` to `stop` of whole tensor `number`."""
+        piece = self._pieces[number]
+        found = torch.empty((stop - start, *piece.shape[1:]), dtype=piece.dtype)
+        for owner, first, last, offset in self._owners(start, stop):
             target = found[offset : offset + last - first]
             self._command(_Op.READ, number, owner, first, last)
             if owner == self._ranks.rank:
-                target.copy_(self._pieces[number].reshape(-1)[first:last])
+                target.copy_(piece[first:last])
             else:
                 dist.recv(target, owner)
         return found
 
     def write(self, number: int, start: int, values: Tensor) -> None:
-        """Write values into whole tensor `number` from element `start` on, counted flat."""
-        for owner, first, last, offset in self._owners(number, start, start + values.numel()):
+        """Write rows into whole tensor `number` from row `start` on."""
+        for owner, first, last, offset in self._owners(start, start + len(values)):
             source = values[offset : offset + last - first]
             self._command(_Op.WRITE, number, owner, first, last)
             if owner == self._ranks.rank:
-                self._pieces[number].view(-1)[first:last] = source
+                self._pieces[number][first:last] = source
             else:
                 dist.send(source.to(self._pieces[number].dtype).contiguous(), owner)
 
@@ -128,14 +127,13 @@ class Spread:
         at = first_bad(self._pieces[number])
         return None if at is None else (at[0] + self.bounds[self._ranks.rank][0], at[1])
 
-    def _owners(self, number: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each rank that holds elements from `start` to `stop`: the rank, start and stop within its
+    def _owners(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield for each rank that holds rows from `start` to `stop`: the rank, start and stop within its
         piece, and their offset from `start`."""
-        width = prod(self._pieces[number].shape[1:])
         for owner, (first_row, last_row) in enumerate(self.bounds):
-            first, last = max(start, first_row * width), min(stop, last_row * width)
+            first, last = max(start, first_row), min(stop, last_row)
             if first < last:
-                yield owner, first - first_row * width, last - first_row * width, first - start
+                yield owner, first - first_row, last - first_row, first - start
 
     def _command(self, *command: int) -> list[int]:
         """Broadcast a command from rank 0; on the other ranks, without arguments, receive it."""
@@ -148,8 +146,8 @@ class Spread:
 class _SpreadTensor:
     """A stand-in for a tensor whose rows are spread over ranks, with the methods that `tensor_file` uses.
 
-    Reading a flat slice fetches it from its owners; assigning rows sends them to theirs. Only for rank 0,
-    while the others serve.
+    Reading rows fetches them from their owners; assigning rows sends them to theirs. Only for rank 0, while
+    the others serve.
     """
 
     def __init__(self, spread: Spread, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -159,33 +157,16 @@ class _SpreadTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.element_size()
+        return self.shape.numel() * self.dtype.itemsize
 
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def detach(self) -> Self:
-        return self
-
-    def reshape(self, size: int) -> Self:
-        assert size == -1  # only flattened: it is read flat, and written by rows
-        return self
-
-    def __getitem__(self, span: slice) -> Tensor:
-        start, stop, _ = span.indices(self.numel())
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(len(self))
         return self._spread.read(self._number, start, stop)
 
     def __setitem__(self, rows: slice, values: Tensor) -> None:
-        first = rows.indices(len(self))[0]
-        self._spread.write(self._number, first * prod(self.shape[1:]), values.reshape(-1))
+        self._spread.write(self._number, rows.indices(len(self))[0], values)
 
     def index_copy_(self, dim: int, ids_U: Tensor, rows: Tensor) -> None:
         assert dim == 0

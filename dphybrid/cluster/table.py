@@ -58,7 +58,7 @@ class _SpreadTable(HostEmbedding):
         whole = self.spread.tensors()
         self.weight = nn.Parameter(torch.empty(0, table.dim))  # row optimizers make states of what is trained
         self._info.make_states, self._info.stored = self._fbgemm_states, whole[0]
-        self._info.frozen = table._info.frozen
+        self._info.padding = table._info.padding
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
@@ -145,9 +145,9 @@ class _SpreadTable(HostEmbedding):
         # Zeros instead of skipping: the backward is a joint operation, for which the other ranks wait.
         if grads_UD is None:
             grads_UD = torch.zeros_like(lookup.leaf_UD)
-        if self._info.frozen.rows:
-            frozen_U = self._info.frozen.has(lookup.where.unique_U)
-            grads_UD = grads_UD.masked_fill(frozen_U.to(grads_UD.device)[:, None], 0.0)
+        if self._info.padding is not None:
+            is_padding_U = lookup.where.unique_U == self._info.padding
+            grads_UD = grads_UD.masked_fill(is_padding_U.to(grads_UD.device)[:, None], 0.0)
         self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
 
 

@@ -15,18 +15,12 @@ class CombinedOptimizer(EagerOptimizer):
 
     `param_groups` are the optimizers' own dicts, in order, so a learning-rate schedule scales each group from
     that group's own rate. `state` is a new dict of their states. `defaults` are those that all of them have.
-    Give each parameter to one of them. Raises UserError for other objects.
+    Give each parameter, and each new group, to one of them.
     """
 
     optimizers: tuple[Optimizer, ...]
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        foreign = [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]
-        if foreign or not optimizers:
-            raise UserError(
-                f"CombinedOptimizer: {', '.join(foreign) or 'nothing'} is not a torch.optim.Optimizer; give "
-                "it the dense and the row optimizer"
-            )
         first, *others = optimizers
         common = {k: v for k, v in first.defaults.items() if all(k in other.defaults for other in others)}
         # Not torch's __init__, which would set `param_groups` and `state`, properties here.
@@ -45,10 +39,6 @@ class CombinedOptimizer(EagerOptimizer):
     def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
         """The states of all optimizers, by parameter."""
         return {weight: state for one in self.optimizers for weight, state in one.state.items()}
-
-    def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Raise UserError: it is unclear which optimizer should train the group."""
-        raise UserError("CombinedOptimizer: add the group to the optimizer that is to train it")
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step each optimizer, in order. closure: recomputes the gradients and returns the loss; called once

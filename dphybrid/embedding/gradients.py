@@ -20,7 +20,7 @@ from torch import Tensor
 from dphybrid.embedding import native
 from dphybrid.embedding.lookup import not_differentiable
 from dphybrid.embedding.replicas import Channel
-from dphybrid.embedding.weights import FrozenRows, RowsInfo, all_rows, info_of
+from dphybrid.embedding.weights import RowsInfo, all_rows, info_of, without_padding
 from dphybrid.kernels import is_batched
 from dphybrid.util.errors import UserError
 
@@ -114,12 +114,12 @@ def _summed(grad: _RowGradients, info: RowsInfo | None, accumulates: bool) -> Te
 
 
 class _Rows(torch.autograd.Function):
-    """(gate, (looked-up rows, number, ids_N, channel from a device, rows without a gradient)) -> the rows,
-    which pass through unchanged and depend on the gate, for autograd."""
+    """(gate, (looked-up rows, number, ids_N, channel from a device, padding)) -> the rows, which pass through
+    unchanged and depend on the gate, for autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, given: tuple[Tensor, tuple[int, int], Tensor, Channel | None, FrozenRows]
+        ctx: Any, gate: Tensor, given: tuple[Tensor, tuple[int, int], Tensor, Channel | None, int | None]
     ) -> Tensor:
         rows, number, ids_N, *noted = given
         ctx.save_for_backward(ids_N)  # freed by the first backward, so that a second one raises
@@ -131,10 +131,10 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, None]:
         if grads is None:
             return None, None
-        (ids_N,), (number, via, frozen), done = ctx.saved_tensors, ctx.noted, None
+        (ids_N,), (number, via, padding), done = ctx.saved_tensors, ctx.noted, None
         if grads.requires_grad or is_batched(grads):
             raise not_differentiable()
-        ids_N, grads_ND = frozen.left_out(ids_N, grads.reshape(-1, grads.shape[-1]))
+        ids_N, grads_ND = without_padding(ids_N, grads.reshape(-1, grads.shape[-1]), padding)
         if via is not None:
             grads_ND, done = via.start_receiving(grads_ND)
         if grads_ND.shape[-1] > 1 and grads_ND.stride(-1) != 1:
@@ -163,14 +163,14 @@ class Gates:
         weight: Tensor,
         rows: Tensor,
         ids_N: Tensor,
-        frozen: FrozenRows,
+        padding: int | None,
         via: Channel | None = None,
         replica: int | None = None,
     ) -> Tensor:
         """Return looked-up rows as a function of the weight.
 
         Args:
-            frozen: Rows that get no gradient.
+            padding: A row that gets no gradient.
             via: The channel that brings the gradients back from a device.
             replica: The replica that looks up, if one does.
         """
@@ -182,7 +182,7 @@ class Gates:
             kept = weakref.ref(weight), cast(Tensor, _Gate.apply(weight))
             if weight.is_leaf:  # else its graph would stay, too
                 self._gate = kept
-        return cast(Tensor, _Rows.apply(kept[1], (rows, number, ids_N, via, frozen)))
+        return cast(Tensor, _Rows.apply(kept[1], (rows, number, ids_N, via, padding)))
 
 
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
@@ -195,7 +195,7 @@ def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
 
 def segment_of(weight: Tensor, first_key: int = 0) -> native.Segment:
     """Return a weight's gradient in the form that the kernels read. A dense gradient, of a weight used as a
-    whole, has all rows but the frozen ones."""
+    whole, has all rows but padding."""
     grad, real, (num_rows, dim) = weight.grad, native.real_dtype(weight.dtype), weight.shape
     assert grad is not None
     if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
@@ -203,7 +203,7 @@ def segment_of(weight: Tensor, first_key: int = 0) -> native.Segment:
     else:
         ids_N, grads_ND, info = torch.arange(num_rows, device=native.CPU), grad.to_dense(), info_of(weight)
         if info is not None:
-            ids_N, grads_ND = info.frozen.left_out(ids_N, grads_ND)
+            ids_N, grads_ND = without_padding(ids_N, grads_ND, info.padding)
     if grads_ND.dtype is not real or not grads_ND.is_cpu:
         grads_ND = grads_ND.to("cpu", real)
     if dim > 1 and grads_ND.stride(1) != 1:
@@ -246,7 +246,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
     `max_norm`; return the norm before scaling.
 
     torch's function of the same name refuses sparse gradients. Gradients of the same row are summed first;
-    frozen rows do not count. Raises UserError for a `max_norm` below 0 or NaN.
+    padding does not count. Raises UserError for a `max_norm` below 0 or NaN.
     """
     if not max_norm >= 0:
         raise UserError(f"clip_grad_norm_: max_norm={max_norm}; give a number of at least 0")
@@ -257,8 +257,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
             tables.append(parameter)
         elif grad is not None:
             gradients.append(grad)
-            if (info := info_of(parameter)) is not None:
-                grad[info.frozen.rows] = 0.0
+            if (info := info_of(parameter)) is not None and info.padding is not None:
+                grad[info.padding] = 0.0
     # Started before the rows are summed, so that a GPU computes meanwhile; read below, with one wait for all.
     norms = [norm.to(gradients[0].device) for norm in torch._foreach_norm(gradients)] if gradients else []
     squares = []

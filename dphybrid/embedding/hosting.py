@@ -4,9 +4,6 @@
 Letters: N ids of a lookup, U unique ids, K trained rows, D width of a row.
 """
 
-import inspect
-import re
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.lookup import row_numbers
-from dphybrid.embedding.published import Checkpoint, PublishedRows, TrainedRows, key_in, read_rows
+from dphybrid.embedding.published import Checkpoint, PublishedRows, TrainedRows, read_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.weights import RowsInfo
 from dphybrid.util.compiling import outside_of_graphs
@@ -30,8 +27,6 @@ class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc] # type
     A subclass of nn.Embedding keeps its own forward: its `super().forward(ids)` looks up here.
     """
 
-    _made_of: tuple[Any, Any]
-
     @classmethod
     def made_of(cls, embedding: nn.Embedding, name: str, weight: nn.Parameter, **attributes: Any) -> None:
         """Make an embedding a table of this class, in place. attributes: those of the class."""
@@ -41,26 +36,12 @@ class HostedEmbedding(HostEmbedding, nn.Embedding):  # type: ignore[misc] # type
         table = cast(HostedEmbedding, embedding)
         table._set_up(name, dtype)
         if table.padding_idx is not None:
-            table._padding = [table._row_of(table.padding_idx)]
+            table._padding = table._row_of(table.padding_idx)
         table._own(weight)
 
     def _row_of(self, number: int) -> int:
         """Return the row of the weight that has this number in the table."""
         return number
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        # The class of a table is made at run time; a pickle names those it was made from.
-        return _empty, self._made_of, self.__getstate__()
-
-    # A resized table keeps its weight object, and transformers then sets these.
-    @property
-    def num_embeddings(self) -> int:
-        """Number of rows of the present weight."""
-        return self.num_rows
-
-    @num_embeddings.setter
-    def num_embeddings(self, value: int) -> None:
-        assert value == self.num_rows, (value, self.num_rows)
 
 
 @cache
@@ -68,12 +49,7 @@ def _hosted(kind: Any, base: type[HostedEmbedding]) -> type[HostedEmbedding]:
     """Return the class of a hosted table that was of class `kind`."""
     # Below `kind` and above nn.Embedding in the method resolution order.
     bases = (base,) if kind is nn.Embedding else (kind, base)
-    return type(kind.__name__, bases, {"__module__": kind.__module__, "_made_of": (kind, base)})
-
-
-def _empty(kind: Any, base: Any) -> HostedEmbedding:
-    hosted = _hosted(kind, base)
-    return hosted.__new__(hosted)
+    return type(kind.__name__, bases, {"__module__": kind.__module__})
 
 
 class MappedEmbedding(HostedEmbedding):
@@ -104,10 +80,6 @@ class MappedEmbedding(HostedEmbedding):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        if f"{prefix}weight" in state_dict:
-            others[-1].append(
-                f"the rows of {self.name} are those of {self.stored.checkpoint}; leave them out"
-            )
         with self._without_weight():
             super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -164,7 +136,7 @@ class AdaptedEmbedding(MappedEmbedding):
         """Replace the trained rows; see `TrainedRows.fill`."""
         self.trained.fill(ids_K, rows_KD)
         if self.padding_idx is not None:
-            self._set_padding([self._row_of(self.padding_idx)])
+            self._padding = self._info.padding = self._row_of(self.padding_idx)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -183,28 +155,27 @@ class AdaptedEmbedding(MappedEmbedding):
 
 def host_tables(
     model: nn.Module,
-    larger_than: str | int = "256 MB",
+    larger_than: float = 256e6,
     *,
     mapped: Path | str | None = None,
     train: str | None = None,
     most_rows: int = 1_000_000,
 ) -> list[str]:
-    """Move every nn.Embedding whose weight is larger than `larger_than` to host memory, in place; return
+    """Move every nn.Embedding whose weight has more than `larger_than` bytes to host memory, in place; return
     their names.
 
     The weights remain the same parameters, without a copy if they are on the CPU: names in `state_dict`,
-    `save_pretrained` and `generate` go on working, and a subclass keeps its forward (such as a scale).
-    `model.cuda()` and `.to(dtype)` leave the weights where they are and as they are. Their gradients are
-    sparse: train them with `row_optimizer(rule, model)`, and all else with any optimizer of
-    `dense_parameters(model)`. Call it before the model is wrapped in `DataParallel`. Embeddings that share
-    one weight, such as those of an encoder and a decoder, go on sharing it. Warns of large tables that stay
-    where they are, because another operation than nn.Embedding's looks them up.
+    `save_pretrained` and `generate` go on working, and a subclass keeps its forward (such as a scale), which
+    must look rows up by `super().forward(ids)`. `model.cuda()` and `.to(dtype)` leave the weights where they
+    are and as they are. Their gradients are sparse: train them with `row_optimizer(rule, model)`, and all
+    else with any optimizer of `dense_parameters(model)`. Call it before the model is wrapped in
+    `DataParallel`. Embeddings that share one weight, such as those of an encoder and a decoder, go on sharing
+    it.
 
     Args:
-        larger_than: Bytes, or a text with a unit, such as "256 MB" or "2 GiB".
-        mapped: A safetensors file, or a folder with one or with several and their index: the rows stay there,
-            as `published` describes, and come in the type of the module's weight. They take page cache only;
-            the model may have been built with `torch.device("meta")`. State dicts do not have them.
+        mapped: A folder with safetensors files: the rows stay there, as `published` describes, and come in
+            the type of the module's weight. They take page cache only; the model may have been built with
+            `torch.device("meta")`. State dicts do not have them.
         train: "rows": a row that training looks up is copied, in float32, into a table of trained rows, which
             row optimizers train; lookups take it there from then on. None: mapped tables are frozen.
         most_rows: The most rows of a table that may be trained.
@@ -214,112 +185,54 @@ def host_tables(
     whose type is not float32, float64 or bfloat16; for a weight on "meta" that is not mapped; and for a
     checkpoint that lacks a table, has another shape, or holds it in a way that cannot be mapped.
     """
-    limit = _bytes(larger_than)
     if train not in (None, "rows") or (train and mapped is None) or most_rows < 1:
         raise UserError(
             f"host_tables: mapped={mapped!r}, train={train!r}, most_rows={most_rows!r}; train is None, or "
             '"rows" with a checkpoint to map, and most_rows at least 1'
         )
     checkpoint = None if mapped is None else Checkpoint(mapped)
-    owners: dict[int, dict[str, nn.Module]] = {}
-    tables: dict[str, nn.Embedding] = {}
-    staying: list[str] = []
-    for name, module in model.named_modules():
-        for key, weight in module.named_parameters(name, recurse=False):
-            owners.setdefault(_identity(weight), {})[key] = module
-            if weight.nbytes <= limit or isinstance(module, HostEmbedding):
-                continue
-            if isinstance(module, nn.Embedding) and not _reads_its_weight(type(module)):
-                if weight is module.weight:
-                    tables[name] = module
-            elif mapped is not None and isinstance(module, nn.Embedding):
-                raise UserError(
-                    f"host_tables: the forward of {name} reads its weight itself; a mapped table is looked "
-                    "up by super().forward(ids)"
-                )
-            # A table, or a matrix that may be one: a parameter of a module of another package.
-            elif isinstance(module, nn.Embedding | nn.EmbeddingBag) or (
-                weight.dim() == 2 and not type(module).__module__.startswith("torch.")
-            ):
-                staying.append(key)
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and not isinstance(module, HostEmbedding)
+        and module.weight.nbytes > larger_than
+    }
+    others = {
+        id(weight): key
+        for name, module in model.named_modules()
+        for key, weight in module.named_parameters(name, recurse=False)
+        if module not in tables.values()
+    }
     kinds: dict[int, tuple[type[HostedEmbedding], nn.Parameter, dict[str, object]]] = {}
     for name, module in tables.items():
         weight = module.weight
-        sharers = {key: owner for key, owner in owners[_identity(weight)].items() if owner is not module}
-        _check(name, module, [key for key, owner in sharers.items() if owner not in tables.values()], mapped)
+        _check(name, module, others.get(id(weight)), mapped)
         if checkpoint is not None and id(weight) not in kinds:
-            names = [name, *(key.removesuffix("weight").removesuffix(".") for key in sharers)]
-            shape = cast(tuple[int, int], tuple(weight.shape))
-            buffers = [key for key, _ in module.named_buffers(recurse=False)]
-            stored = checkpoint.table(next(filter(checkpoint.has, names), name), shape, buffers)
+            stored = checkpoint.table(name, cast(tuple[int, int], tuple(weight.shape)))
             if train:
                 trained = TrainedRows(stored, most_rows)
                 kinds[id(weight)] = AdaptedEmbedding, trained.weight, {"stored": stored, "trained": trained}
             else:
                 kinds[id(weight)] = MappedEmbedding, _no_values(stored, weight.dtype), {"stored": stored}
-    if staying:
-        warnings.warn(
-            f"host_tables: stays where it is: {', '.join(sorted(staying))}. Only tables that "
-            "nn.Embedding.forward looks up are moved",
-            stacklevel=2,
-        )
     for name, module in tables.items():
         weight = cast(nn.Parameter, module.weight)
         kind, held, attributes = kinds.get(id(weight), (HostedEmbedding, weight, {}))
-        if held is weight:
-            if not weight.is_cpu or not weight.is_contiguous():
-                weight.data = weight.detach().cpu().contiguous()
-            if weight.requires_grad:
-                _warn_if_dense(name, weight)
+        if held is weight and not (weight.is_cpu and weight.is_contiguous()):
+            weight.data = weight.detach().cpu().contiguous()
         kind.made_of(module, name, held, **attributes)
     return list(tables)
 
 
-def _identity(weight: Tensor) -> int:
-    # Two parameters may have one memory; on "meta" there is none.
-    return id(weight) if weight.is_meta else weight.data_ptr()
-
-
-def _reads_its_weight(kind: type[nn.Embedding]) -> bool:
-    """Return whether a subclass's forward does not call that of its base class."""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Embedding)]:
-        if "forward" in vars(base):
-            names = inspect.unwrap(vars(base)["forward"]).__code__.co_names
-            if "super" not in names and "forward" not in names:
-                return True
-    return False
-
-
-def _warn_if_dense(name: str, weight: Tensor) -> None:
-    """Warn once when the table's gradient has all rows, as something multiplies by it."""
-
-    def look(weight: Tensor) -> None:
-        if weight.grad is not None and not weight.grad.is_sparse:
-            hook.remove()
-            warnings.warn(
-                f"host_tables: {name} gets a dense gradient, as something else than its lookup reads it (an "
-                "output layer by F.linear?); each step then costs all rows",
-                stacklevel=2,
-            )
-
-    hook = weight.register_post_accumulate_grad_hook(look)
-
-
-def save_rows(model: nn.Module, file: Path | str) -> dict[str, int]:
-    """Write the rows that were trained over a checkpoint (`host_tables(..., train="rows")`) and differ from
-    it to a safetensors file, as row numbers and float32 rows by table. Return their number by table."""
+def save_rows(model: nn.Module, file: Path | str) -> None:
+    """Write the rows that were trained over a checkpoint (`host_tables(..., train="rows")`) to a safetensors
+    file, as row numbers and float32 rows by table."""
     from safetensors.torch import save_file
 
-    tensors, counts = dict[str, Tensor](), dict[str, int]()
+    tensors = dict[str, Tensor]()
     for name, table in _trained_tables(model).items():
-        ids_K, order_K = table.trained.ids_K.sort()
-        rows_KD = table.trained.rows_KD[order_K]
-        differs_K = (native.look_up(table.stored, ids_K)[0] != rows_KD).any(1)
-        ids_K, rows_KD = ids_K[differs_K], rows_KD[differs_K]
-        tensors |= {key_in(name, "ids"): ids_K, key_in(name, "rows"): rows_KD}
-        counts[name] = len(ids_K)
+        tensors |= {f"{name}.ids": table.trained.ids_K, f"{name}.rows": table.trained.rows_KD.clone()}
     save_file(tensors, file)
-    return counts
 
 
 def load_rows(model: nn.Module, file: Path | str) -> None:
@@ -331,9 +244,8 @@ def load_rows(model: nn.Module, file: Path | str) -> None:
             f"{file}: has rows of {', '.join(saved)}, the model trains those of {', '.join(tables)}; load it "
             "into a model with the same tables"
         )
-    for module in model.modules():
-        if isinstance(module, AdaptedEmbedding):
-            module.fill(*saved[module.stored.name])
+    for name, table in tables.items():
+        table.fill(*saved[name])
 
 
 def _trained_tables(model: nn.Module) -> dict[str, AdaptedEmbedding]:
@@ -346,11 +258,11 @@ def _trained_tables(model: nn.Module) -> dict[str, AdaptedEmbedding]:
     return tables
 
 
-def _check(name: str, module: nn.Embedding, sharers: list[str], mapped: object) -> None:
+def _check(name: str, module: nn.Embedding, sharer: str | None, mapped: object) -> None:
     weight = module.weight
-    if sharers:
+    if sharer is not None:
         raise UserError(
-            f"host_tables: {name} ({weight.nbytes:,} B) shares its weight with {sharers[0]} (a tied output "
+            f"host_tables: {name} ({weight.nbytes:,} B) shares its weight with {sharer} (a tied output "
             f"layer reads all rows at each step); untie them, or use larger_than={weight.nbytes}"
         )
     if module.max_norm is not None or module.scale_grad_by_freq:
@@ -366,15 +278,3 @@ def _check(name: str, module: nn.Embedding, sharers: list[str], mapped: object) 
             f"host_tables: {name} is {tuple(weight.shape)} of {weight.dtype}; host tables are float32, "
             f"float64 or bfloat16, with rows of at most {native.MAX_DIM} values"
         )
-
-
-def _bytes(size: str | int) -> int:
-    """Return a size in bytes. Raises UserError for other texts."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*", size) if isinstance(size, str) else None
-    if match is None:
-        raise UserError(
-            f'host_tables: larger_than={size!r}; give bytes, or a text such as "256 MB" or "2 GiB"'
-        )
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

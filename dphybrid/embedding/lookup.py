@@ -157,14 +157,11 @@ def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
     return ids
 
 
-def not_a_row(ids: Tensor, num_rows: int | Tensor, names: str | Sequence[str]) -> UserError:
-    """Return the error for the first id that is not a row of its table: the only one, or, given the numbers
-    of rows and the names by column, that of the id's column."""
+def not_a_row(ids: Tensor, num_rows: int, name: str) -> UserError:
+    """Return the error for the first id that is not a row of its table."""
     wrong = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
-    if isinstance(num_rows, Tensor):
-        num_rows, names = int(num_rows[wrong[-1]]), names[wrong[-1]]
     return UserError(
-        f"table {names!r}: id {int(ids[tuple(wrong)])} at position {wrong} is not a row; rows are 0 to "
+        f"table {name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is not a row; rows are 0 to "
         f"{num_rows - 1}"
     )
 

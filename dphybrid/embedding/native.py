@@ -112,21 +112,6 @@ def look_up(
     return out_XD, flat_N
 
 
-def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
-    """Add to the ids of each column (..., F) the start of that column's table. Raises IndexError if an id is
-    not a row of its table."""
-    ids_BF, (columns,) = ids_BF.contiguous(), starts_F.shape
-    flat_BF = torch.empty_like(ids_BF)
-    call = kernels.Columns(
-        address(ids_BF, "ids", torch.int64, (*ids_BF.shape[:-1], columns)),
-        *(address(each_F, "columns", torch.int64, (columns,)) for each_F in (starts_F, num_rows_F)),
-        ids_BF.numel(), columns, flat_BF.data_ptr(),
-    )  # fmt: skip
-    if not kernels.call("flatten", call):
-        raise IndexError
-    return flat_BF
-
-
 def gather(weight_VD: Tensor | StoredRows, threads: int | None, ids_N: Tensor, out_ND: Tensor) -> None:
     """Copy the rows of ids_N, checked before, to out_ND. Raises UserError, with out_ND untouched, if an id is
     not a row any more."""

@@ -13,8 +13,8 @@ rows of all heads.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from torch.nn import functional as F
 from dphybrid.embedding.lookup import is_integer, whole_numbers
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
+
+_SCALE = 5.0
+"""Factor on the rows. With Adam it acts as a learning rate of so many times the given one."""
 
 
 class NgramMemory(nn.Module):
@@ -38,19 +41,18 @@ class NgramMemory(nn.Module):
         heads: Hash functions for each order.
         separator: Token that ends a segment, such as the one between documents; n-grams do not reach across
             it.
-        scale: Factor on the rows. With Adam it acts as a learning rate of so many times the given one.
-        make: Builds the table from (num_rows, dim, std=, and the options), as `HostEmbedding`.
-        table: Its further options (name, dtype, storage, path, seed of the initial values).
+        make: Builds the table from (num_rows, dim, std=, name=, and the options), as `HostEmbedding`.
+        table: Its further options (dtype, path, seed of the initial values).
 
     The hash functions follow from rows, orders and heads alone: saved weights mean the same in every memory
-    that is made with these. Orders, heads, separator and scale are part of the state, and a state with others
-    is refused.
+    that is made with these. Orders, heads and separator are part of the state, and a state with others is
+    refused.
 
     The output starts at zero, so that a trained decoder continues as it was. `table` is the host table. Its
     rows need no weight decay.
 
-    Raises UserError for orders below 2, for rows that are too few for the heads, for widths below 1, for a
-    scale that is not above 0, and for a separator that is no token.
+    Raises UserError for orders below 2, for rows that are too few for the heads, and for a separator that is
+    no token.
     """
 
     def __init__(
@@ -62,18 +64,16 @@ class NgramMemory(nn.Module):
         orders: Sequence[int] = (2, 3),
         heads: int = 2,
         separator: int | None = None,
-        scale: float = 5.0,
         make: Callable[..., HostEmbedding] = HostEmbedding,
         **table: Any,
     ) -> None:
         super().__init__()
-        counts = {"hidden": hidden, "rows": rows, "dim": dim, "heads": heads}
-        for what, value in (counts if separator is None else counts | {"separator": separator}).items():
-            least = int(what in counts)  # token 0 may be the separator
-            if not is_integer(value) or value < least:
-                raise UserError(f"NgramMemory: {what}={value!r}; give an integer of at least {least}")
-        if not isinstance(scale, SupportsFloat) or not 0 < scale < math.inf:
-            raise UserError(f"NgramMemory: scale={scale!r}; give a finite number above 0")
+        is_token = separator is None or (is_integer(separator) and separator >= 0)
+        if not is_token or not is_integer(heads) or heads < 1:
+            raise UserError(
+                f"NgramMemory: heads={heads!r}, separator={separator!r}; give at least one head, and a token "
+                "or None"
+            )
         self.orders = orders = tuple(orders)
         wrong = not orders or any(not is_integer(n) or n < 2 for n in orders)
         if wrong or len(set(orders)) < len(orders):
@@ -89,34 +89,25 @@ class NgramMemory(nn.Module):
         # Odd, so that no bit of a token is lost; products wrap around. Always the same numbers.
         drawn = np.random.default_rng([0, 0]).integers(2**62, size=max(self.orders))
         self._factors: list[int] = (2 * drawn + 1).tolist()
-        self.scale = scale
-        if make is HostEmbedding:
-            table = {"name": "memory"} | table
-        self.table = make(sum(sizes), dim, std=0.02 / scale, **table)
+        self.table = make(sum(sizes), dim, std=0.02 / _SCALE, **{"name": "memory"} | table)
         width = dim * len(sizes)
         self.key = nn.Linear(width, hidden, bias=False)
         self.value = nn.Linear(width, hidden, bias=False)
         nn.init.zeros_(self.value.weight)
 
     def get_extra_state(self) -> Tensor:
-        """Return what the rows mean beside their number and width: scale, separator, heads and orders."""
+        """Return what the rows mean beside their number and width: separator, heads and orders."""
         separator = -1 if self.separator is None else self.separator
-        options = [self.scale, separator, self.heads, *self.orders]
-        return torch.tensor(options, dtype=torch.float64, device="cpu")
+        return torch.tensor([separator, self.heads, *self.orders], device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing is left to do: `_load_from_state_dict` has compared the options."""
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
-        saved = state_dict.get(f"{prefix}_extra_state")
-        if saved is not None and saved.tolist() != self.get_extra_state().tolist():
-            scale, separator, heads, *orders = saved.tolist()
+        """Raise UserError for a state of other options. torch calls this before it loads table and layers."""
+        expected = self.get_extra_state()
+        if not torch.equal(state.to(expected), expected):
             raise UserError(
-                f"NgramMemory: the state is of scale={scale:g}, separator={int(separator)} (-1: None), "
-                f"heads={int(heads)}, orders={[int(n) for n in orders]}, this one has {self.extra_repr()}; "
-                "make it with the options of the state"
+                f"NgramMemory: the state's separator (-1: None), heads and orders are {state.tolist()}, here "
+                f"they are {expected.tolist()}; make it with the options of the state"
             )
-        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def row_ids(self, tokens_BT: Tensor, before: Tensor | None = None) -> Tensor:
         """Return the rows (B, T, H) of `table` for token ids (B, T), on the CPU.
@@ -174,15 +165,9 @@ class NgramMemory(nn.Module):
         hidden_BTC, key_BTC = hidden_BTC.to(wide), key_BTC.to(wide)
         dot = torch.linalg.vecdot
         hidden_BT = dot(hidden_BTC, hidden_BTC) / width + eps
-        key_BT = self.scale**2 * dot(key_BTC, key_BTC) / width + eps
-        match_BT = self.scale * dot(hidden_BTC, key_BTC) * (hidden_BT * key_BT).rsqrt()
-        return self.scale * torch.sigmoid(match_BT / math.sqrt(width))
-
-    def extra_repr(self) -> str:
-        return (
-            f"scale={self.scale:g}, separator={self.separator}, heads={self.heads}, "
-            f"orders={list(self.orders)}"
-        )
+        key_BT = _SCALE**2 * dot(key_BTC, key_BTC) / width + eps
+        match_BT = _SCALE * dot(hidden_BTC, key_BTC) * (hidden_BT * key_BT).rsqrt()
+        return _SCALE * torch.sigmoid(match_BT / math.sqrt(width))
 
 
 def _primes_up_to(rows: int, count: int) -> list[int]:

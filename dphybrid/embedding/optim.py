@@ -25,11 +25,10 @@ from torch.optim import optimizer as of_torch
 
 from dphybrid.embedding import native
 from dphybrid.embedding.changed import ChangedRows
-from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.gradients import segment_of
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.snapshot import Snapshot
-from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.table import HostEmbedding, find_tables
 from dphybrid.embedding.weights import info_of_table
 from dphybrid.kernels import RULE_NUMBERS
 from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on

@@ -38,10 +38,9 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding.ahead import Lookup
-from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.replicas import copied
-from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.table import HostEmbedding, find_tables
 from dphybrid.util.compiling import labelled
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory

@@ -7,11 +7,9 @@ at most for the copy of one slice.
 Letters: V rows of a table, N ids of an update, U unique ones.
 """
 
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Self
 
 import numpy as np
 import torch
@@ -102,40 +100,24 @@ class _Table:
             torch.index_select(tensor, 0, torch.from_numpy(ids_U), out=self._aside[key][self._count : stop])
         self._count = stop
 
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` of a tensor, counted flat."""
-        tensor = self.tensors[key]
-        width = math.prod(tensor.shape[1:])
-        first, last = start // width, -(-stop // width)
-        rows = tensor[first:last].clone()
+    def read(self, key: str, first: int, last: int) -> Tensor:
+        """Return the rows from `first` to `last` of a tensor."""
+        rows = self.tensors[key][first:last].clone()
         slot = torch.from_numpy(self._slot_V[first:last])
         old = slot.nonzero().flatten()
         rows[old] = self._aside[key][slot[old].long() - 1]
-        self._rows_read[key] = stop // width
-        return rows.view(-1)[start - first * width : stop - first * width]
+        self._rows_read[key] = last
+        return rows
 
 
 class SnapshotTensor:
-    """Stands for a tensor of a table where it is read in slices."""
+    """Stands for a tensor of a table where slices of its rows are read."""
 
     def __init__(self, table: _Table, key: str, lock: threading.Lock) -> None:
         self._table, self._key, self._lock = table, key, lock
         tensor = table.tensors[key]
         self.dtype, self.shape, self.nbytes = tensor.dtype, tensor.shape, tensor.nbytes
 
-    def detach(self) -> Self:
-        return self
-
-    def reshape(self, _: int) -> Self:
-        """Return itself, which is read flat."""
-        return self
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def __getitem__(self, elements: slice) -> Tensor:
+    def __getitem__(self, rows: slice) -> Tensor:
         with self._lock:
-            return self._table.read(self._key, elements.start, min(elements.stop, self.numel()))
+            return self._table.read(self._key, rows.start, rows.stop)

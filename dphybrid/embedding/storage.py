@@ -5,8 +5,7 @@ import mmap
 import os
 import shutil
 import tempfile
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.kernels import resident_bytes
 from dphybrid.util.errors import UserError
 
 GIB = 2**30
@@ -35,12 +33,7 @@ _DRAWN_ROWS = 2**14
 def available_memory_bytes() -> int:
     """Return how much memory this process can still get: the machine's available memory, or less if a cgroup
     sets a limit."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        import psutil
-
-        return int(psutil.virtual_memory().available)
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     kib = next(line for line in lines if line.startswith("MemAvailable:")).split()[1]
     pages = int(kib) * 1024
     group = Path("/sys/fs/cgroup")
@@ -58,23 +51,9 @@ def available_memory_bytes() -> int:
     return pages if limit == "max" else max(0, min(pages, int(limit) - used))
 
 
-_reserved: "list[tuple[weakref.ref[mmap.mmap], int, int]]" = []
-"""Memory of tables' rows and states, with address and size."""
-
-
-def _unwritten_bytes() -> int:
-    """Return the bytes of tables' rows and states that have not been written yet: the system counts them as
-    free."""
-    _reserved[:] = [entry for entry in _reserved if entry[0]() is not None]
-    return sum(size - resident_bytes(address, size) for _, address, size in _reserved)
-
-
-def zero_rows(shape: tuple[int, ...], dtype: torch.dtype, *, reserve: bool = False) -> Tensor:
+def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros, in huge pages if the system has them, so that access to random rows of a large table
-    misses the TLB less often.
-
-    A page takes memory only once it is written. reserve: later tables and states leave room for all pages.
-    """
+    misses the TLB less often. A page takes memory only once it is written."""
     size = math.prod(shape) * dtype.itemsize
     if size < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -82,18 +61,15 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype, *, reserve: bool = Fal
     pages = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages: small ones work, only slower
         pages.madvise(mmap.MADV_HUGEPAGE)
-    rows = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
-    if reserve:
-        _reserved.append((weakref.ref(pages), rows.data_ptr(), size))
-    return rows
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def _check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
     """Raise UserError, with the numbers, if `num_bytes` do not fit into memory or, given a folder, onto its
     disk. what: beginning of the message."""
     if folder is None:
-        free = max(0, available_memory_bytes() - _unwritten_bytes())
-        remedy = "use fewer or narrower rows, bfloat16, or storage mmap"
+        free = available_memory_bytes()
+        remedy = "use fewer or narrower rows, bfloat16, or files (path=FOLDER, DPHYBRID_TABLE_STORAGE=mmap)"
         room = f"{free / GIB:.3g} GiB of memory are free"
     else:
         free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
@@ -129,12 +105,12 @@ inspected, or loaded at once."""
 class StartValues:
     """Describes a table's initial values, so that any part of the rows can be drawn without the rest.
 
-    std, seed: of the normal distribution. zeros: rows that start as zeros.
+    std, seed: of the normal distribution. padding: a row that starts as zeros.
     """
 
     std: float
     seed: int
-    zeros: Sequence[int] = ()
+    padding: int | None = None
 
     def write(self, rows_VD: Tensor, first: int) -> None:
         """Fill rows_VD with the table's rows from `first` on, with the same bits as in the whole table, by as
@@ -145,9 +121,8 @@ class StartValues:
         ) as pool:  # numpy draws without the interpreter's lock
             for _ in pool.map(partial(self._draw, rows_VD, first), starts):
                 pass
-        for row in self.zeros:
-            if first <= row < first + len(rows_VD):
-                rows_VD[row - first] = 0.0
+        if self.padding is not None and first <= self.padding < first + len(rows_VD):
+            rows_VD[self.padding - first] = 0.0
 
     def _draw(self, rows_VD: Tensor, first: int, start: int) -> None:
         """Draw the rows from `start` on that one generator draws."""
@@ -161,26 +136,15 @@ class StartValues:
 
 
 def open_rows(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    storage: str,
-    folder: Path | None,
-    name: str,
-    start: StartValues,
+    shape: tuple[int, int], dtype: torch.dtype, folder: Path | None, name: str, start: StartValues
 ) -> Tensor:
-    """Return the rows of a table, filled with initial values.
-
-    storage: "memory", or "mmap" for an unnamed file in `folder`, which ends with the process. Raises
-    UserError, with the numbers, if the table does not fit.
-    """
+    """Return the rows of a table, filled with initial values, in memory or, given a folder, in an unnamed
+    file there. Raises UserError, with the numbers, if the table does not fit."""
     kind, size = _NEW_ROWS.get(), math.prod(shape) * dtype.itemsize
     if kind == "deferred":  # one value expanded to all: the shape without the memory
         return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
-    if (storage, folder) != ("memory", None) and (storage != "mmap" or folder is None or not folder.is_dir()):
-        raise UserError(
-            f"table {name!r}: storage={storage!r} with path={folder}; use memory without a path, or mmap "
-            "with the path of a folder"
-        )
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"table {name!r}: path={folder} is not a folder; make it")
     _check_fits(
         size, f"table {name!r}: {shape[0]:,} rows x {shape[1]} of {dtype} are {size / GIB:.3g} GiB", folder
     )
@@ -197,7 +161,7 @@ def open_states(
     folder, in unnamed files there. name: the table's. Raises UserError, with the numbers, if they do not
     fit."""
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted.values())
-    _check_fits(size, f"table {name!r}: the optimizer's states of its rows are {size / GIB:.3g} GiB", folder)
+    _check_fits(size, f"table {name!r}: {', '.join(wanted)} for its rows takes {size / GIB:.3g} GiB", folder)
     return {state: _zeros(folder, shape, dtype) for state, (shape, dtype) in wanted.items()}
 
 
@@ -206,18 +170,17 @@ def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
     however it ends."""
     size = math.prod(shape) * dtype.itemsize
     if folder is None or size == 0:
-        return zero_rows(shape, dtype, reserve=True)
+        return zero_rows(shape, dtype)
     # The mapping keeps the file's contents after its name is deleted, until the process ends.
     with tempfile.TemporaryFile(dir=folder, prefix=".rows-") as file:
         file.truncate(size)
-        if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a write to the mapping
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                raise UserError(
-                    f"{folder}: {size / GIB:.3g} GiB for rows: {error.strerror}; choose another folder or a "
-                    "smaller table"
-                ) from error
+        try:  # or a full disk would kill the process at a write to the mapping
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: {size / GIB:.3g} GiB for rows: {error.strerror}; choose another folder or a "
+                "smaller table"
+            ) from error
         return mapped_rows(file.fileno(), mmap.MAP_SHARED, shape, dtype)
 
 

@@ -30,7 +30,7 @@ from dphybrid.embedding.lookup import (
 )
 from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, open_rows, open_states
-from dphybrid.embedding.weights import FrozenRows, RowsInfo, all_rows, info_of
+from dphybrid.embedding.weights import RowsInfo, all_rows, info_of
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
@@ -46,14 +46,13 @@ class HostEmbedding(nn.Module):
 
     Args:
         num_embeddings, embedding_dim: Shape of the table, also its `num_rows` and `dim`.
-        padding_idx: A row, or several, that start as zeros and get no gradient; negative values count from
-            the end.
+        padding_idx: A row that starts as zeros and gets no gradient; a negative value counts from the end.
         std: Standard deviation of the normal initial values.
         seed: Of the initial values; None: drawn from torch's generator, which torch.manual_seed sets.
         name: For messages.
         dtype: float32, float64, or bfloat16 (looked-up rows and gradients are float32 then, and updates are
             rounded stochastically); None: float64 if that is torch's default type, else float32.
-        storage: "memory", or "mmap" for unnamed files in the folder `path`, which end with the process.
+        path: A folder for unnamed files of rows and states, which end with the process; None: memory.
         freeze: True for a table that is not trained.
 
     Raises UserError, with the numbers, if the table does not fit. Other options of nn.Embedding (max_norm,
@@ -61,19 +60,18 @@ class HostEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
-    _padding: Sequence[int]
+    _padding: int | None
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | Sequence[int] | None = None,
+        padding_idx: int | None = None,
         *,
         std: float = 0.1,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
         name: str = "table",
-        storage: str = "memory",
         path: Path | str | None = None,
         freeze: bool = False,
     ) -> None:
@@ -84,10 +82,9 @@ class HostEmbedding(nn.Module):
                 f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers of at least 1, "
                 f"and a row has at most {native.MAX_DIM} values"
             )
-        if padding_idx is None:
-            padding_idx = ()
-        padding = padding_idx if isinstance(padding_idx, Sequence) else [padding_idx]
-        if any(not is_integer(row) or not -num_rows <= row < num_rows for row in padding):
+        if padding_idx is not None and (
+            not is_integer(padding_idx) or not -num_rows <= padding_idx < num_rows
+        ):
             raise UserError(f"table {name!r}: padding_idx={padding_idx}; rows are 0 to {num_rows - 1}")
         is_std = isinstance(std, SupportsFloat) and 0 <= std < math.inf
         if not is_std or not (seed is None or is_integer(seed)):
@@ -103,16 +100,15 @@ class HostEmbedding(nn.Module):
         # Absolute: the states' files are opened later, perhaps in another working directory.
         path = None if path is None else Path(path).absolute()
         self._set_up(name, native.real_dtype(dtype), path)
-        self._padding = [row % num_rows for row in padding]
-        self.padding_idx = self._padding[0] if len(padding) == 1 else None
+        self._padding = self.padding_idx = None if padding_idx is None else padding_idx % num_rows
         self.start = StartValues(std, seed, self._padding)
-        rows_VD = open_rows((num_rows, dim), dtype, storage, path, name, self.start)
+        rows_VD = open_rows((num_rows, dim), dtype, path, name, self.start)
         self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
 
     def _set_up(self, name: str, out_dtype: torch.dtype, path: Path | None = None) -> None:
         """Set what a new table has beside its weight."""
         self.name, self.out_dtype, self._path = name, out_dtype, path
-        self._padding = ()
+        self._padding = None
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         self._replica: int | None = None
         self._start_lookups()
@@ -134,7 +130,7 @@ class HostEmbedding(nn.Module):
             weight.grad_dtype = torch.float32
         if (info := info_of(weight)) is None:
             make_states = partial(open_states, folder=self._path, name=self.name)
-            padding = FrozenRows(row for row in self._padding if row < len(weight))
+            padding = None if self._padding is None or self._padding >= len(weight) else self._padding
             info = RowsInfo(self.name, self.counters, make_states, padding)
             weight.rows_info = info  # type: ignore[attr-defined]
         return info
@@ -158,7 +154,7 @@ class HostEmbedding(nn.Module):
             raise _not_shared(self.name)
         # Without the path: two tables that write to the same file would overwrite each other.
         others = {"_path": None, "_gates": None, "counters": None, "ahead": None}
-        return self.__dict__ | others | {"_padding": self._info.frozen.rows}
+        return self.__dict__ | others | {"_padding": self._info.padding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -193,9 +189,6 @@ class HostEmbedding(nn.Module):
     def _prepared(self, ids: Tensor) -> Lookup | None:
         """Prepare a lookup of these ids; see `LookupsAhead.prepare`."""
         return self.ahead.prepare(self.weight, ids)
-
-    def _set_padding(self, rows: Sequence[int]) -> None:
-        self._padding, self._info.frozen = rows, FrozenRows(rows)
 
     @contextmanager
     def _without_weight(self) -> Iterator[None]:
@@ -268,7 +261,7 @@ class HostEmbedding(nn.Module):
                 self.counters.bytes_gathered += rows.nbytes
                 self.counters.ids += len(flat_N)
             if trains:
-                rows = self._gates.rows(weight, rows, flat_N, self._info.frozen)
+                rows = self._gates.rows(weight, rows, flat_N, self._info.padding)
             return self._as_model(rows)
 
     def _trains(self, weight: Tensor) -> bool:
@@ -286,8 +279,8 @@ class HostEmbedding(nn.Module):
         trains = self._trains(self.weight)
         if trains and torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break()
-        frozen = self._info.frozen
-        rows: Tensor = rows_op(self.weight, ids, frozen.has(ids) if trains and frozen.rows else None)
+        padding = self._info.padding
+        rows: Tensor = rows_op(self.weight, ids, ids == padding if trains and padding is not None else None)
         return self._as_model(rows.to(wanted))
 
     def _as_model(self, rows: Tensor) -> Tensor:
@@ -342,7 +335,7 @@ class HostEmbedding(nn.Module):
         rows_UD, ids_U = share.rows_UD, share.where.unique_U
         if counted and weight.requires_grad:
             rows_UD = self._gates.rows(
-                weight, rows_UD, ids_U, self._info.frozen, share.channel, self._replica
+                weight, rows_UD, ids_U, self._info.padding, share.channel, self._replica
             )
         rows_ND = DeviceRows.apply(rows_UD, *share.indices)
         return self._as_model(rows_ND.view(*share.shape, self.dim))
@@ -363,3 +356,20 @@ def _not_shared(name: str) -> UserError:
         f"table {name!r}: processes cannot share it by share_memory() or spawn; train in one process with "
         "dphybrid.parallel.DataParallel, and send workers the data alone"
     )
+
+
+def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:
+    """Return the host tables of a model by dotted name, each once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, HostEmbedding)}
+
+
+def is_dense(model: nn.Module) -> Callable[[Tensor], bool]:
+    """Return a function that tells the other parameters of a model from its tables' weights."""
+    # By identity: a weight of two modules has two names.
+    weights = {id(table.weight) for table in find_tables(model).values()}
+    return lambda parameter: id(parameter) not in weights
+
+
+def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a model, except its tables' weights."""
+    return filter(is_dense(model), model.parameters())

@@ -1,11 +1,11 @@
-"""What is known of a table's weight beside its values: its name, and which rows are padding. Modules that
+"""What is known of a table's weight beside its values: its name, and which row is padding. Modules that
 have one weight object share it.
 
 Letters: N ids of a lookup, D width of a row.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +16,12 @@ from dphybrid.embedding.lookup import Counters
 from dphybrid.util.errors import UserError
 
 
-class FrozenRows:
-    """Rows that get no gradient, ascending."""
-
-    def __init__(self, rows: Iterable[int] = ()) -> None:
-        self.rows = sorted(set(rows))
-
-    def has(self, ids: Tensor) -> Tensor:
-        """Return, for each id, whether it is one of the rows, of which there is at least one."""
-        if len(self.rows) == 1:
-            return ids == self.rows[0]
-        return torch.isin(ids, torch.tensor(self.rows, device="cpu"))
-
-    def left_out(self, ids_N: Tensor, grads_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids (on the CPU) and gradients (on any device) without those of these rows."""
-        if not self.rows or not bool((frozen_N := self.has(ids_N)).any()):
-            return ids_N, grads_ND
-        kept = (~frozen_N).nonzero().squeeze(1)
-        return ids_N[kept], grads_ND.index_select(0, kept.to(grads_ND.device))
+def without_padding(ids_N: Tensor, grads_ND: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """Return ids (on the CPU) and gradients (on any device) without those of the padding row."""
+    if padding is None or not bool((is_padding_N := ids_N == padding).any()):
+        return ids_N, grads_ND
+    kept = (~is_padding_N).nonzero().squeeze(1)
+    return ids_N[kept], grads_ND.index_select(0, kept.to(grads_ND.device))
 
 
 @dataclass
@@ -43,7 +31,7 @@ class RowsInfo:
     Attributes:
         name, counters: Of the table that had the weight first.
         make_states: Allocates an optimizer's states in the same kind of storage as the rows (such as files).
-        frozen: Rows that get no gradient: padding.
+        padding: A row that gets no gradient; None: there is none.
         stored: What has the rows if the weight has not: the files of a published table, or all ranks.
         numbers_of: Function from rows of the weight to their numbers in the table; None: they are equal.
         changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
@@ -52,7 +40,7 @@ class RowsInfo:
     name: str
     counters: Counters
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
-    frozen: FrozenRows
+    padding: int | None
     stored: object = None
     numbers_of: Callable[[Tensor], Tensor] | None = None
     changes: deque[tuple[int, int, Tensor]] | None = None

@@ -5,7 +5,6 @@ The caller of a kernel must check length and range of its arguments, and keep th
 """
 
 import ctypes as c
-import mmap
 import os
 import re
 from functools import cache
@@ -35,8 +34,6 @@ _PLAIN_KEYS = frozenset(
 )
 """Dispatch keys of a dense tensor in host memory, made in inference mode or outside of it."""
 
-_C_LIBRARY = c.CDLL(None)
-
 _ONE_THREAD_BYTES = 2**18
 """Bytes of rows below which one thread is as fast as a team."""
 _forked = False
@@ -65,8 +62,8 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     return list(made.values())
 
 
-Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Bins, Pairs = _structs(
-    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "bins", "pairs"),
+Team, Lookup, Segment, Arrange, Sums, Table, Update, Bins, Pairs = _structs(
+    *("team", "lookup", "segment", "arrange", "sums", "table", "update", "bins", "pairs"),
 )
 
 
@@ -173,15 +170,6 @@ def may_train(*tensors: Tensor) -> bool:
         and not is_transformed()
         and not torch._C._is_any_autocast_enabled()
     )
-
-
-def resident_bytes(start: int, size: int) -> int:
-    """Return how many bytes of private memory at an address, of `size` bytes, have been written; all of them
-    if the system does not tell."""
-    flags = (c.c_ubyte * -(-size // mmap.PAGESIZE))()
-    if not hasattr(_C_LIBRARY, "mincore") or _C_LIBRARY.mincore(c.c_void_p(start), c.c_size_t(size), flags):
-        return size
-    return min(size, sum(bytes(flags)) * mmap.PAGESIZE)
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -60,11 +60,6 @@ struct lookup {
     int64_t *flat; /* out: a copy of the ids */
     int64_t wrong; /* out: position of the first id that is not a row, or count */
 };
-struct columns { /* ids of samples x columns; the table of column f begins at row starts[f] of all tables together */
-    const int64_t *ids, *starts, *num_rows;
-    int64_t count, num_columns;
-    int64_t *flat; /* out: ids of rows of all tables together */
-};
 struct segment { /* ids of one table; the gradient of ids[n] is row n of `rows` */
     const int64_t *ids;
     int64_t count, first_key, num_rows;
@@ -263,20 +258,6 @@ int look_up(struct lookup *l)
                                         : BY_TYPE(copies, l->stored, l->dim);
     run(&l->team, copy, l, l->count, block_of(l->dim * STORED_BYTES[l->stored]));
     return 1;
-}
-
-/* Convert ids of each column's table to ids of all tables together. Returns 0 if an id is not a row of its table. */
-int flatten(struct columns *c)
-{
-    const struct columns own = *c; /* a copy, which no write can change: so the loop becomes one of vectors */
-    int64_t wrong = 0;
-    for (int64_t n = 0; n < own.count; n += own.num_columns)
-        for (int64_t f = 0; f < own.num_columns; f++) {
-            uint64_t id = (uint64_t)own.ids[n + f]; /* unsigned: negative ids are too large, and sums may overflow */
-            wrong |= id >= (uint64_t)own.num_rows[f];
-            own.flat[n + f] = (int64_t)(id + (uint64_t)own.starts[f]);
-        }
-    return !wrong;
 }
 
 /* ------------------------------------------------------------------ sort */

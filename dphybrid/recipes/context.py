@@ -93,7 +93,6 @@ class ModelContext(Generic[Options]):
             # Each table of a model draws its own initial values. Not hash(): it differs between processes.
             seed=self.seed << 32 | zlib.crc32(name.encode()),
             name=name,
-            storage="memory" if self.table_folder is None else "mmap",
             path=self.table_folder,
             **options,
         )

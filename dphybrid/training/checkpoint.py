@@ -20,8 +20,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.embedding.collection import is_dense
 from dphybrid.embedding.optim import misfits
+from dphybrid.embedding.table import is_dense
 from dphybrid.embedding.weights import all_rows
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.optimizers import swap_average

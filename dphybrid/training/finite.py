@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import find_tables
-from dphybrid.embedding.collection import is_dense
+from dphybrid.embedding.table import is_dense
 from dphybrid.embedding.weights import all_rows
 from dphybrid.training.checkpoint import how_to_continue
 from dphybrid.util.errors import UserError
@@ -105,7 +105,7 @@ def _first_problem(tensors: Iterable[Rows]) -> tuple[str, ...]:
         bad = first_bad(tensor) if isinstance(tensor, Tensor) else tensor.first_bad()
         if bad is not None:
             row = bad[0] if ids_U is None else int(ids_U[bad[0]])
-            return f"{name}{f' row {row}' if tensor.dim() else ''}", str(bad[1])
+            return f"{name}{f' row {row}' if tensor.shape else ''}", str(bad[1])
     return ()
 
 

@@ -70,10 +70,11 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(head).to_bytes(8, "little")
     yield head
     for _, tensor in sorted(tensors.items()):
-        flat = tensor.detach().reshape(-1)
-        step = max(1, _WRITTEN_BYTES // flat.element_size())
-        for start in range(0, flat.numel(), step):
-            yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
+        rows, count = (tensor, tensor.shape[0]) if tensor.shape else (tensor.reshape(1), 1)
+        step = max(1, _WRITTEN_BYTES * count // max(1, tensor.nbytes))
+        for start in range(0, count, step):
+            part = rows[start : min(start + step, count)].detach().cpu().contiguous()
+            yield part.view(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def _read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = Non
             f"{path}: {name} has shape {shape}, but the model's table has {wanted}; use the data and config "
             "it was trained with"
         )
-    step = max(1, _READ_BYTES // max(1, target.element_size() * math.prod(shape[1:])))
+    step = max(1, _READ_BYTES // max(1, target.dtype.itemsize * math.prod(shape[1:])))
     for first in range(0, shape[0], step):
         with _opened(path) as file:
             part = file.get_slice(name)[first : first + step].to(target.dtype)

@@ -127,7 +127,7 @@ def main() -> dict[str, tuple[list[float], list[float]]]:
         torch.manual_seed(0)
         resident = make()
         hosted = copy.deepcopy(resident)
-        (name,) = host_tables(hosted, larger_than="300 kB")  # of real models "256 MB", the default
+        (name,) = host_tables(hosted, larger_than=300e3)  # of real models 256e6, the default
         table = resident.get_submodule(name)
         assert isinstance(table, nn.Embedding)
         table.sparse = True

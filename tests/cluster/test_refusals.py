@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from dphybrid.cluster import engine
 from dphybrid.cluster.engine import ClusterEngine, check_installed
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
+from dphybrid.embedding import HostEmbedding
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.job import prepare_data
 from dphybrid.util.errors import UserError
@@ -73,7 +72,7 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch
 
 @pytest.mark.parametrize(
     ("tables", "words"),
-    [((), "0 tables (none)"), ((8, 8), "HostEmbeddingCollection"), ((5,), "use 8 (model.dim)")],
+    [((), "0 tables (none)"), ((8, 8), "into one HostEmbedding"), ((5,), "use 8 (model.dim)")],
 )
 def test_a_model_must_have_one_table_that_the_kernels_know(tables: tuple[int, ...], words: str) -> None:
     model = nn.ModuleDict({f"t{number}": HostEmbedding(4, dim) for number, dim in enumerate(tables)})
@@ -100,8 +99,7 @@ def test_labels_and_weights_that_were_not_tried_are_refused(
 
 
 def test_parts_of_a_table_start_with_the_bits_of_the_whole() -> None:
-    given: dict[str, Any] = {"padding": {"b": 3}, "std": 0.5, "seed": 3, "name": "both"}
-    whole = HostEmbeddingCollection({"a": 70_000, "b": 66_000}, 4, **given).flat
+    whole = HostEmbedding(136_000, 4, padding_idx=70_003, std=0.5, seed=3)
     for first, last in ((0, 136_000), (0, 10), (65_000, 70_005), (131_000, 136_000)):
         part = torch.empty(last - first, 4)
         whole.start.write(part, first)

@@ -130,7 +130,7 @@ def test_two_ranks_are_as_two_virtual_devices_and_their_checkpoints_are_everyone
     assert metrics["auc"] == pytest.approx(max(row["validation auc"] for row in history(clipped)), abs=1e-9)
     best = ResultPage.read(Path(clipped) / "result.json").best_checkpoint
     model = model_from_checkpoint(best, "cpu")
-    assert model.table.flat.weight.shape[1] == 8  # type: ignore[union-attr]
+    assert model.table.weight.shape[1] == 8  # type: ignore[union-attr]
     done = Predictor(best).predict_file(settings.data_dir / "clicks.csv", tmp_path / "out.csv")
     assert done.num_rows == 630
     name = Path(clipped).name

@@ -22,7 +22,7 @@ from dphybrid.cluster.spread import Spread
 from dphybrid.training import tensor_file
 from dphybrid.training.tensor_file import read_table, write_tensors
 
-tensor_file._SLICE_BYTES = 64  # slices that end within rows, and within ranks
+tensor_file._WRITTEN_BYTES = tensor_file._READ_BYTES = 64  # slices that end within ranks
 folder = Path(sys.argv[1])
 with joined(60, torch.device("cpu"), folder) as ranks:
     first, last = [(0, 4), (4, 4), (4, 11)][ranks.rank]  # the second has none

@@ -103,7 +103,7 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     assert one.metrics["auc"] > 0.85  # the label hangs on the bag alone
     assert three.metrics["log_loss"] == pytest.approx(one.metrics["log_loss"], abs=1e-5)
     assert three.metrics["auc"] == pytest.approx(one.metrics["auc"], abs=1e-3)
-    tables = [model_from_checkpoint(report.best_checkpoint).table.flat.weight for report in (one, three)]
+    tables = [model_from_checkpoint(report.best_checkpoint).table.weight for report in (one, three)]
     torch.testing.assert_close(*tables, rtol=1e-4, atol=1e-5)
     predictor = Predictor(one.best_checkpoint)
     tags = ["t1|t3|t5", "t2|t4", "never|seen", "", None]

@@ -1,9 +1,6 @@
 """`host_tables`: the large embeddings of any model become tables in host memory, in place."""
 
 import copy
-import json
-import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from benchmarks.memory import mapped_table
-from dphybrid.embedding import HostEmbedding, dense_parameters, find_tables, host_tables, row_optimizer
+from dphybrid.embedding import dense_parameters, find_tables, host_tables, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.util.errors import UserError
 
@@ -43,7 +39,7 @@ class Model(nn.Module):
 
 
 IDS = torch.tensor([[1, 2, 3], [1, 1, 99], [0, 4, 5], [3, 3, 7]])
-LARGE = "2 kB"
+LARGE = 2000
 
 
 def trained(model: nn.Module, rows: torch.optim.Optimizer, blocks: list[nn.Parameter]) -> list[float]:
@@ -82,9 +78,9 @@ def test_weight_names_and_forward_stay() -> None:
     assert list(find_tables(model)) == ["layers.rows"]
     assert list(model.state_dict()) == names
     assert torch.equal(model(IDS), wanted)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(again(IDS), wanted)
-        assert list(find_tables(again)) == ["layers.rows"]
+    again = copy.deepcopy(model)
+    assert torch.equal(again(IDS), wanted)
+    assert list(find_tables(again)) == ["layers.rows"]
     assert isinstance(model.layers["rows"], Scaled)  # and an nn.Embedding
     assert host_tables(model, LARGE) == []
 
@@ -104,12 +100,6 @@ def test_bfloat16_rows_stay_bfloat16() -> None:
     wanted = model(IDS)
     host_tables(model, 1000)
     assert torch.equal(model(IDS), wanted)
-
-
-@pytest.mark.parametrize("size", ["256", "-1 MB", "1 XB", "", -1, True, 2.5])
-def test_refuses_sizes_it_cannot_read(size: object) -> None:
-    with pytest.raises(UserError, match="larger_than"):
-        host_tables(Model(), size)  # type: ignore[arg-type]
 
 
 def test_refuses_a_tied_output_before_it_changes_anything() -> None:
@@ -135,42 +125,6 @@ def test_embeddings_that_share_a_weight_go_on_sharing_it() -> None:
     assert weight.grad is not None
     assert weight.grad.is_sparse
     assert weight.grad.to_dense()[1, 0] == 2 * (IDS == 1).sum()
-    output = nn.Linear(8, 100, bias=False)
-    output.weight = nn.Parameter(weight.data)  # the same memory
-    other = nn.ModuleDict({"rows": nn.Embedding(100, 8, _weight=weight.data), "out": output})
-    with pytest.raises(UserError, match=r"shares its weight with out.weight"):
-        host_tables(other, 100)
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(100, 8))
-
-
-class Alone(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(ids, self.weight)
-
-
-def test_says_which_tables_stay_where_they_are(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"bag": nn.EmbeddingBag(100, 8), "bare": Bare(), "alone": Alone(100, 8)})
-    model["wide"], model["table"] = nn.Linear(100, 8), HostEmbedding(100, 8)
-    with pytest.warns(UserWarning, match=r"where it is: alone.weight, bag.weight, bare.table\. Only"):
-        assert host_tables(model, 100) == []
-    save_file({"weight": torch.zeros(100, 8)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="reads its weight itself"):
-        host_tables(Alone(100, 8), 100, mapped=tmp_path)
-
-
-def test_says_when_something_multiplies_by_a_table() -> None:
-    model = nn.Sequential(nn.Embedding(100, 8))
-    host_tables(model, 100)
-    model(IDS).sum().backward()
-    model[0].weight.grad = None
-    with pytest.warns(UserWarning, match="0 gets a dense gradient"):
-        nn.functional.linear(model(IDS), model[0].weight).sum().backward()
-    model(IDS).matmul(model[0].weight.T).sum().backward()  # said once
 
 
 def test_refuses_what_tables_do_not_do() -> None:
@@ -183,29 +137,16 @@ def test_refuses_what_tables_do_not_do() -> None:
         host_tables(nn.Sequential(nn.Embedding(100, 8, device="meta")), 100)
 
 
-@pytest.mark.parametrize("layout", ["file", "folder", "shards"])
-def test_a_mapped_table_is_frozen_and_reads_the_file(tmp_path: Path, layout: str) -> None:
+def test_a_mapped_table_is_frozen_and_reads_the_file(tmp_path: Path) -> None:
     saved = Model()
-    tensors = {name: value.contiguous() for name, value in saved.state_dict().items()}
-    checkpoint = tmp_path
-    if layout == "shards":
-        parts = {
-            "a.safetensors": ["layers.rows.weight"],
-            "b.safetensors": list(tensors.keys() - {"layers.rows.weight"}),
-        }
-        for file, names in parts.items():
-            save_file({name: tensors[name] for name in names}, tmp_path / file)
-        index = {name: file for file, names in parts.items() for name in names}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    else:
-        save_file(tensors, tmp_path / "model.safetensors")
-        checkpoint = tmp_path / "model.safetensors" if layout == "file" else tmp_path
+    rest = {name: value.contiguous() for name, value in saved.state_dict().items()}
+    rows = {"layers.rows.weight": rest.pop("layers.rows.weight")}
+    for file, tensors in (("a", rows), ("b", rest)):
+        save_file(tensors, tmp_path / f"{file}.safetensors")
     with torch.device("meta"):
         model = Model()
-    host_tables(model, LARGE, mapped=checkpoint)
-    model.load_state_dict(
-        {k: v for k, v in tensors.items() if k != "layers.rows.weight"}, strict=False, assign=True
-    )
+    host_tables(model, LARGE, mapped=tmp_path)
+    model.load_state_dict(rest, strict=False, assign=True)
     model.layers["rows"].factor = saved.layers["rows"].factor  # not in the checkpoint
     assert torch.equal(model(IDS), saved(IDS))
     model(IDS).sum().backward()
@@ -216,26 +157,18 @@ def test_a_mapped_table_is_frozen_and_reads_the_file(tmp_path: Path, layout: str
 def test_refuses_checkpoints_that_do_not_hold_the_table(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
 
-    def refused(told: str, checkpoint: Path = file) -> None:
+    def refused(told: str) -> None:
         model = Model()
         with pytest.raises(UserError, match=told):
-            host_tables(model, LARGE, mapped=checkpoint)
+            host_tables(model, LARGE, mapped=tmp_path)
         assert not find_tables(model)
 
-    refused("does not exist")
-    refused("0 safetensors files", tmp_path)
+    refused("has no safetensors files")
     save_file({"model.layers.rows.weight": torch.zeros(100, 6)}, file)
     refused("did you mean 'model.layers.rows.weight'")
     save_file({"layers.rows.weight": torch.zeros(50, 6)}, file)
     refused(r"\(50, 6\), but the model's is \(100, 6\)")
-    save_file({"layers.rows.weight": torch.zeros(100, 6)}, file)
+    save_file({"layers.rows.weight": torch.zeros(100, 6)}, tmp_path / "again.safetensors")
+    refused("model.safetensors: has 'layers.rows.weight', as again.safetensors")
     file.write_bytes(file.read_bytes()[:-8])
     refused("cannot be read as safetensors")
-
-
-def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
-    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    table = mapped_table(tmp_path, 2 * memory_gib)
-    ids = torch.tensor([0, table.num_rows - 1])
-    assert torch.equal(table(ids), torch.zeros(2, table.dim))
-    assert (file := next(tmp_path.iterdir())).stat().st_blocks * 512 < 2**20 < file.stat().st_size

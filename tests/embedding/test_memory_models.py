@@ -41,7 +41,7 @@ def make(name: str) -> tuple[nn.Module, str]:
 
     torch.manual_seed(0)
     model = getattr(with_transformers, name)()
-    (table,) = host_tables(copy.deepcopy(model), "300 kB")
+    (table,) = host_tables(copy.deepcopy(model), 300e3)
     return model, table
 
 
@@ -85,7 +85,7 @@ def train(
 
 def hosted(name: str, devices: str) -> tuple[nn.Module, torch.optim.Optimizer, nn.Parameter]:
     model, table = make(name)
-    host_tables(model, "300 kB")
+    host_tables(model, 300e3)
     region = DataParallel(Losses(model), devices)
     weight = model.get_submodule(table).weight
     return region, row_optimizer("lazy-adagrad", region, lr=0.01), weight
@@ -102,7 +102,7 @@ def resident(name: str) -> list[float]:
 
 @pytest.mark.parametrize(("name", "devices"), [("gemma", "cpu*2"), ("qwen", "cpu")])
 @pytest.mark.filterwarnings("ignore:RowPipeline")  # Qwen computes its ids inside of its forward
-def test_losses_are_those_of_a_resident_table_and_to_the_bit_of_a_resumed_or_prefetching_run(
+def test_losses_are_those_of_resident_tables_resumed_and_fetched_ahead(
     name: str, devices: str, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
@@ -125,7 +125,7 @@ def test_what_transformers_does_with_the_model_goes_on_working(tmp_path: Path) -
         model, table = make(name)
         prompt = torch.randint(3, 1024, (1, 5))
         wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)
-        host_tables(model, "300 kB")
+        host_tables(model, 300e3)
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
         model.save_pretrained(tmp_path / name)
         again = type(model).from_pretrained(tmp_path / name)
@@ -147,8 +147,8 @@ def test_the_trainer_trains_rows_over_a_published_table_as_resident_ones(tmp_pat
     save_file({**tensors, f"{table}.weight_scale": scale}, tmp_path / "model.safetensors")
     rows.copy_(stored.float() * scale)
     adapted = copy.deepcopy(model)
-    host_tables(model, "300 kB")
-    assert host_tables(adapted, "300 kB", mapped=tmp_path, train="rows") == [table]
+    host_tables(model, 300e3)
+    assert host_tables(adapted, 300e3, mapped=tmp_path, train="rows") == [table]
     losses = []
     for each in (model, adapted):
         trainer = make_trainer(each, row_optimizer("adam", each, lr=0.01), str(tmp_path / "run"))

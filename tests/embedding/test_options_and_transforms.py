@@ -12,7 +12,6 @@ from torch.func import functional_call, grad, vmap
 
 from dphybrid.embedding import (
     HostEmbedding,
-    HostEmbeddingCollection,
     RowPipeline,
     clip_grad_norm_,
     row_optimizer,
@@ -42,7 +41,6 @@ def wrong(value: object) -> Any:
         ),
         (lambda: row_optimizer("sgd", table().parameters(), lr=1, weight_decay=None), "weight_decay=None"),
         (lambda: row_optimizer("lazy-adam", table().parameters(), lr=1, betas=(0.9, 0.99, 0.9)), "two betas"),
-        (lambda: HostEmbeddingCollection({"a": 3}, 2, padding={"b": 0}), "padding 'b'"),
         *(
             (lambda size=size: HostEmbedding(*size), "both must be integers of at least 1")
             for size in ((0, 4), (10, -4), (wrong(1e6), 4), (10, wrong("4")), (True, 4), (10, 20_000))
@@ -120,34 +118,20 @@ def test_derivatives_that_tables_do_not_have_are_refused(use: Callable[[HostEmbe
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
-def test_hooks_of_a_collection_see_lookups_for_a_region(devices: str) -> None:
-    tables = HostEmbeddingCollection({"a": 6, "b": 6}, 2, seed=0)
-    region, seen = DataParallel(nn.Identity(), devices), list[int]()
-    tables.register_forward_hook(lambda _, __, rows: seen.append(len(rows)))
-    region(region.rows(tables, IDS[:, :2]))
-    assert seen == [2]
-
-
-@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
 def test_a_default_device_does_not_move_what_tables_compute_with(devices: str) -> None:
     ids = torch.arange(8).view(4, 2) % 5
 
     def trained(default: str) -> Tensor:
         with torch.device(default):
-            tables = HostEmbeddingCollection({"a": 6, "b": 6}, 2, padding={"b": 0}, seed=0)
-            region, rows = (
-                DataParallel(nn.Identity(), devices),
-                row_optimizer("lazy-adam", tables.flat, lr=0.1),
-            )
-            with RowPipeline({"flat": tables.flat}, on_cpu=True) as pipeline:
-                for batch in pipeline.prefetch(
-                    [ids, ids.flip(0), ids], lambda b: {"flat": tables.flat_ids(b)}
-                ):
+            table = HostEmbedding(12, 2, padding_idx=6, seed=0)
+            region, rows = DataParallel(nn.Identity(), devices), row_optimizer("lazy-adam", table, lr=0.1)
+            with RowPipeline({"t": table}, on_cpu=True) as pipeline:
+                for batch in pipeline.prefetch([ids, ids.flip(0), ids], lambda b: {"t": b}):
                     rows.zero_grad()
-                    loss = (region(region.rows(tables, batch)) ** 3).sum() + tables.flat.weight.square().sum()
+                    loss = (region(region.rows(table, batch)) ** 3).sum() + table.weight.square().sum()
                     loss.backward()
-                    clip_grad_norm_(tables.parameters(), 0.5)
+                    clip_grad_norm_(table.parameters(), 0.5)
                     rows.step()
-        return tables.flat.weight.detach()
+        return table.weight.detach()
 
     assert torch.equal(trained("meta"), trained("cpu"))

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -41,11 +40,9 @@ FORMATS = {
 
 
 def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> Path:
-    """Write a checkpoint of several files and their index."""
+    """Write a checkpoint of several files."""
     for file, tensors in files.items():
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file)
-    index = {name: file for file, tensors in files.items() for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
 
 
@@ -121,41 +118,31 @@ def test_rows_are_those_of_torch_s_own_conversion(
         model = on_meta(dtype)
         assert host_tables(model, 1000, mapped=checkpoint) == ["rows"]
         wanted = values_of(rows, factors).to(dtype)[ids]
-        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for each in (model, copy.deepcopy(model)):
             assert torch.equal(each(ids), wanted)
         assert not model.state_dict()
     with pytest.raises(UserError, match=f"id {ROWS} at position"):
         model(torch.tensor([ROWS]))
 
 
-def test_a_region_takes_mapped_rows_ahead_or_not(tmp_path: Path) -> None:
-    rows = drawn(torch.float8_e4m3fn)
-    tensors = {"rows.weight": rows, "rows.weight_scale": torch.tensor(0.5)}
-    model = on_meta()
-    host_tables(model, 0, mapped=write(tmp_path, {"a.safetensors": tensors}))
-    region, batches = DataParallel(model, "cpu*2"), list(torch.randint(ROWS, (4, 6, 3)))
-    with RowPipeline(region, on_cpu=True) as pipeline:
-        for ids in pipeline.prefetch(batches, lambda ids: {"module.rows": ids}):
-            assert torch.equal(region(ids), (rows.float() * 0.5)[ids])
-        assert pipeline.counters()["prepared"] > 0
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"rows.shard_1.weight": None}, "lacks the piece rows.shard_1.weight"),
+        ({"rows.shard_1.weight": None}, "has no tensor 'rows.shard_1.weight'"),
         ({"rows.shard_2.weight": None}, r"shape \(200, 64\) in 2 pieces, but the model's is \(300, 64\)"),
-        ({"rows.shard_1.weight": torch.zeros(100, 32, dtype=torch.uint8)}, "shard_1.weight is of U8"),
-        ({"rows.shard_1.weight": torch.zeros(100, 64)}, "shard_1.weight is of F32"),
+        (
+            {"rows.shard_1.weight": torch.zeros(100, 32, dtype=torch.uint8)},
+            "shard_1.weight is .* of U8",
+        ),
+        ({"rows.shard_1.weight": torch.zeros(100, 64)}, r"shard_1.weight is \(100, 64\) of F32"),
         (
             {"rows.shard_1.weight": torch.zeros(100, 32).to(torch.float8_e4m3fn)},
-            "rows.shard_1.weight has shape",
+            r"rows.shard_1.weight is \(100, 32\) of F8_E4M3",
         ),
         ({"rows.weight_scale": None}, "without rows.weight_scale"),
         ({"rows.weight_scale": torch.ones(300, 4)}, r"rows.weight_scale is \(300, 4\) of F32"),
         ({"rows.weight_scale": torch.ones(300, dtype=torch.int8)}, "of I8; use one value"),
-        ({"rows.weight_scale_2": torch.ones(1)}, "has a scale 'rows.weight_scale_2'"),
-        ({"rows.shard_0.weight_scale": torch.ones(1)}, "has a scale 'rows.shard_0.weight_scale'"),
+        ({"rows.weight_scale_2": torch.ones(1)}, "has 'rows.weight_scale_2'"),
     ],
 )
 def test_refuses_by_name_what_cannot_be_mapped(
@@ -173,8 +160,9 @@ def test_refuses_by_name_what_cannot_be_mapped(
     assert type(model.rows) is nn.Embedding
 
 
-def test_a_table_of_48_gib_takes_the_memory_of_its_used_pages(tmp_path: Path) -> None:
-    rows, dim = 24 * 2**20, 1024  # in two pieces of one file
+def test_a_table_larger_than_memory_takes_that_of_its_used_pages(tmp_path: Path) -> None:
+    dim = 1024
+    rows = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dim
     size = rows * dim
     entries: dict[str, Any] = {
         f"shard_{n}.weight": {
@@ -182,7 +170,7 @@ def test_a_table_of_48_gib_takes_the_memory_of_its_used_pages(tmp_path: Path) ->
             "shape": [rows, dim],
             "data_offsets": [n * size, (n + 1) * size],
         }
-        for n in range(2)
+        for n in range(2)  # pieces
     }
     entries["weight_scale"] = {"dtype": "F32", "shape": [1], "data_offsets": [2 * size, 2 * size + 4]}
     header = json.dumps(entries).encode()
@@ -270,15 +258,19 @@ def published(folder: Path) -> tuple[Path, Tensor]:
     return write(folder, files), rows.float() * scale
 
 
-def test_an_evaluation_fetched_ahead_trains_no_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [None, "rows"])
+def test_an_evaluation_fetched_ahead_trains_no_rows(tmp_path: Path, train: str | None) -> None:
     checkpoint, values = published(tmp_path)
-    region, table, _ = made(checkpoint, "adam", "cpu*2")
-    batches = list(torch.randint(ROWS, (3, 6, 9)))
-    with torch.no_grad(), RowPipeline(region, on_cpu=True) as pipeline:
+    model = on_meta()
+    host_tables(model, 0, mapped=checkpoint, train=train)
+    region, batches = DataParallel(model, "cpu*2"), list(torch.randint(ROWS, (3, 6, 9)))
+    with torch.set_grad_enabled(train is None), RowPipeline(region, on_cpu=True) as pipeline:
         for ids in pipeline.prefetch(batches, lambda ids: {"module.rows": ids}):
             assert torch.equal(region(ids), values[ids])
-    assert region.state_dict()["module.rows.trained_ids"].tolist() == [PADDING]
-    assert table.num_rows == ROWS
+        assert (pipeline.counters()["prepared"] > 0) == (train is None)
+    trained = [ids.tolist() for key, ids in region.state_dict().items() if key.endswith("trained_ids")]
+    assert trained == ([[PADDING]] if train else [])
+    assert model.rows.num_rows == ROWS
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
@@ -339,7 +331,7 @@ def test_states_of_another_table_are_refused(tmp_path: Path) -> None:
     host_tables(frozen, 0, mapped=checkpoint)
     host_tables(adapted, 0, mapped=checkpoint, train="rows")
     assert list(adapted.state_dict()) == ["rows.trained_ids", "rows.trained_rows"]
-    with pytest.raises(RuntimeError, match="the rows of rows are those of"):
+    with pytest.raises(RuntimeError, match="Unexpected key.*rows.weight"):
         frozen.load_state_dict({"rows.weight": torch.zeros(ROWS, DIM)})
     with pytest.raises(RuntimeError, match="Missing key.*trained_ids"):
         adapted.load_state_dict({})
@@ -352,10 +344,10 @@ def test_states_of_another_table_are_refused(tmp_path: Path) -> None:
 def test_embeddings_that_share_a_table_share_its_trained_rows(tmp_path: Path) -> None:
     checkpoint, values = published(tmp_path)
     with torch.device("meta"):
-        model = nn.ModuleDict({"encoder": nn.Embedding(ROWS, DIM), "rows": nn.Embedding(ROWS, DIM)})
-    model["encoder"].weight = model["rows"].weight
-    assert host_tables(model, 0, mapped=checkpoint, train="rows") == ["encoder", "rows"]
-    (model["encoder"](torch.tensor([1])).sum() + model["rows"](torch.tensor([1, 2])).sum()).backward()
+        model = nn.ModuleDict({"rows": nn.Embedding(ROWS, DIM), "decoder": nn.Embedding(ROWS, DIM)})
+    model["decoder"].weight = model["rows"].weight
+    assert host_tables(model, 0, mapped=checkpoint, train="rows") == ["rows", "decoder"]
+    (model["decoder"](torch.tensor([1])).sum() + model["rows"](torch.tensor([1, 2])).sum()).backward()
     optimizer = row_optimizer("sgd", model, lr=1.0)
     optimizer.step()
     with torch.no_grad():
@@ -380,20 +372,19 @@ def test_trained_rows_are_saved_loaded_and_merged(tmp_path: Path, kind: str, sca
     (write(folder, files) / "config.json").write_text("{}")
     model = on_meta()
     host_tables(model, 0, mapped=folder, train="rows")
-    values = model(torch.arange(ROWS)).detach()
+    with torch.no_grad():
+        values = model(torch.arange(ROWS))
     optimizer, touched = row_optimizer("sgd", model, lr=0.01), torch.tensor([3, 250, 9])
     (model(touched) * torch.randn(3, DIM)).sum().backward()
     optimizer.step()
-    assert save_rows(model, tmp_path / "rows.safetensors") == {
-        "rows": 3
-    }  # not those that only were looked up
+    save_rows(model, tmp_path / "rows.safetensors")
     again = on_meta()
     host_tables(again, 0, mapped=folder, train="rows")
     load_rows(again, tmp_path / "rows.safetensors")
     with torch.no_grad():
         trained = model(torch.arange(ROWS))
         assert torch.equal(again(torch.arange(ROWS)), trained)
-    assert merge_rows(folder, tmp_path / "rows.safetensors", tmp_path / "out") == {}
+    merge_rows(folder, tmp_path / "rows.safetensors", tmp_path / "out")
     merged = on_meta()
     host_tables(merged, 0, mapped=tmp_path / "out")
     found = merged(torch.arange(ROWS))
@@ -403,7 +394,7 @@ def test_trained_rows_are_saved_loaded_and_merged(tmp_path: Path, kind: str, sca
     largest = values_of(torch.full_like(rows, 2**-9), factors)[touched] if kind == "F8_E4M3" else 0.0
     assert bool(((found - trained)[touched].abs() <= step * trained[touched].abs() + largest).all())
     linked = [(tmp_path / "out" / file.name).samefile(file) for file in sorted(folder.iterdir())]
-    assert linked == [False, True, False, True, True]
+    assert linked == [False, True, False, True]
     with pytest.raises(UserError, match="exists"):
         merge_rows(folder, tmp_path / "rows.safetensors", tmp_path / "out")
 
@@ -419,8 +410,8 @@ def test_rows_that_do_not_fit_their_scale_are_reported(tmp_path: Path) -> None:
         },
         file,
     )
-    with pytest.warns(UserWarning, match="1 of rows, such as 4"):
-        assert merge_rows(folder, file, tmp_path / "out")["rows"].tolist() == [4]
+    with pytest.warns(UserWarning, match="1 rows of rows, such as 4, have values larger"):
+        merge_rows(folder, file, tmp_path / "out")
     model = on_meta()
     host_tables(model, 0, mapped=tmp_path / "out")
     assert torch.equal(model(torch.tensor([4])), torch.full((1, DIM), 448 * torch.tensor(0.037).item()))

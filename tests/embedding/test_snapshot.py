@@ -29,7 +29,7 @@ def step(rows: torch.optim.Optimizer, table: HostEmbedding, seed: int) -> None:
     rows.step()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
 def test_slices_and_updates_may_take_turns_in_any_way(kind: str, seed: int) -> None:
     draw, table = random.Random(seed), HostEmbedding(ROWS, DIM, seed=1)
@@ -38,12 +38,12 @@ def test_slices_and_updates_may_take_turns_in_any_way(kind: str, seed: int) -> N
     expected = {key: tensor.clone() for key, tensor in held(rows, "t", table).items()}
     rows.snapshot = snapshot = Snapshot({"t": held(rows, "t", table)}, 10**9)
     for key, stand_in in sorted(snapshot.tensors("t").items()):
-        found, size = [], draw.randint(1, 700)
-        for start in range(0, stand_in.numel(), size):
+        found, size = [], draw.randint(1, 140)
+        for start in range(0, ROWS, size):
             if draw.random() < 0.5:
                 step(rows, table, draw.randrange(10**6))
-            found.append(stand_in[start : start + size])
-        assert torch.equal(torch.cat(found), expected[key].flatten()), key
+            found.append(stand_in[start : min(start + size, ROWS)])
+        assert torch.equal(torch.cat(found), expected[key]), key
     assert not torch.equal(table.weight, expected["weight"])
     snapshot.check()
     with torch.no_grad():

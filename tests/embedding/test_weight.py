@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -56,17 +55,6 @@ def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:
     short = nn.Parameter(torch.ones(3, 4))
     with pytest.raises(UserError, match="rows are 0 to 2"):
         torch.func.functional_call(model, {"0.weight": short}, (ids,))
-
-
-def test_looked_up_rows_are_pooled_by_torch_which_checks_the_offsets() -> None:
-    table, ids = HostEmbedding(8, 4), torch.tensor([3, 3, 1])
-    dense = table.weight.detach().clone().requires_grad_()
-    for weight, rows, places in ((table.weight, table(ids), torch.arange(3)), (dense, dense, ids)):
-        F.embedding_bag(places, rows, torch.tensor([0, 2]), mode="sum").square().sum().backward()
-        assert weight.grad is not None
-    torch.testing.assert_close(table.weight.grad.to_dense(), dense.grad)
-    with pytest.raises(RuntimeError, match="offsets"):
-        F.embedding_bag(torch.arange(3), table(ids), torch.tensor([0, 10**6]))
 
 
 class LookedUp(nn.Module):

@@ -236,8 +236,8 @@ def test_a_table_of_half_the_size_comes_back_as_such(
     report = run_with(*SMALL, f"data.path={clicks}", "table.dtype=bfloat16", "train.epochs=1")
     folder = report.best_checkpoint
     mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
-    assert mapped.table.flat.weight.dtype == whole.table.flat.weight.dtype == torch.bfloat16
-    assert torch.equal(mapped.table.flat.weight, whole.table.flat.weight)
+    assert mapped.table.weight.dtype == whole.table.weight.dtype == torch.bfloat16
+    assert torch.equal(mapped.table.weight, whole.table.weight)
     assert dphybrid.load(report.run_name).predict_file(clicks, tmp_path / "out.parquet").num_rows == 2000
 
 

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 import dphybrid
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import (
-    HostEmbedding,
-    HostEmbeddingCollection,
-    dense_parameters,
-    find_tables,
-    row_optimizer,
-)
+from dphybrid.embedding import HostEmbedding, dense_parameters, find_tables, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
@@ -57,7 +51,7 @@ class Tables(nn.Module):
         super().__init__()
         self.words = HostEmbedding(300, 4, name="words", **options, seed=0)
         self.rounded = HostEmbedding(200, 8, dtype=torch.bfloat16, name="rounded", **options, seed=0)
-        self.columns = HostEmbeddingCollection({"a": 90, "b": 50}, 4, **options)
+        self.columns = HostEmbedding(140, 4, **options)
         self.linear = nn.Linear(16, 1)
 
 
@@ -80,21 +74,6 @@ def test_a_table_in_a_region_of_one_device_is_stored_once(tmp_path: Path) -> Non
     assert all(torch.equal(value, expected[key]) for key, value in loaded.model.state_dict().items())
 
 
-def test_tables_are_called_after_columns_of_any_name(tmp_path: Path) -> None:
-    def with_rows(value: float) -> Trained:
-        model = nn.ModuleDict(
-            {name: HostEmbedding(9, 2, seed=0) for name in ("price/unit", "/a", "50%", "{b}")}
-        )
-        for place, table in enumerate(find_tables(model).values()):
-            nn.init.constant_(table.weight, value + place)
-        return Trained(model, None, row_optimizer("adam", model, lr=0.1), Progress())
-
-    path = save_checkpoint(tmp_path, with_rows(1.0), {}, {})
-    verify_checkpoint(path)
-    load_checkpoint(path, loaded := with_rows(5.0))
-    assert [table.weight[0, 0].item() for table in find_tables(loaded.model).values()] == [1, 2, 3, 4]
-
-
 def new(optimizer: str, **options: Any) -> Trained:
     torch.manual_seed(0)
     model = Tables(**options)
@@ -110,7 +89,7 @@ def step(trained: Trained, count: int = 6) -> None:
     rows = [
         model.words(torch.randint(300, (count,), generator=random)),
         model.rounded(torch.randint(200, (count,), generator=random)),
-        model.columns.flat(torch.randint(140, (count,), generator=random)),
+        model.columns(torch.randint(140, (count,), generator=random)),
     ]
     model.linear(torch.cat(rows, 1)).square().sum().backward()
     trained.dense.step()
@@ -131,10 +110,8 @@ def loaded(path: Path, optimizer: str) -> Trained:
 
 
 @pytest.mark.parametrize(("optimizer", "storage"), [("adam", "mmap"), ("adamw", "memory"), ("sgd", "memory")])
-def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
-    optimizer: str, storage: str, tmp_path: Path
-) -> None:
-    options = {} if storage == "memory" else {"storage": "mmap", "path": tmp_path}
+def test_each_checkpoint_has_the_bits_of_a_whole_one(optimizer: str, storage: str, tmp_path: Path) -> None:
+    options = {} if storage == "memory" else {"path": tmp_path}
     trained, kinds = new(optimizer, **options), []
     with CheckpointWriter(tmp_path / "changed", trained, full_every=3) as writer:
         for _ in range(8):
@@ -216,7 +193,7 @@ def test_what_no_update_has_changed_or_is_too_much_is_written_whole(change: str,
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
 
 
-def test_a_disk_without_links_gets_copies_and_a_full_memory_or_a_folder_that_is_gone_whole_files(
+def test_without_links_memory_or_the_folder_before_all_rows_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object) -> None:
@@ -274,7 +251,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     assert torch.equal(find_tables(started[0].trained.model)["table"].weight, table.weight)
 
 
-def test_the_training_ends_with_what_the_writing_thread_failed_with_and_a_stop_waits_for_it(
+def test_a_failed_writing_ends_the_training_and_a_stop_waits(
     data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_disk = OSError(errno.ENOSPC, "No space left on device")

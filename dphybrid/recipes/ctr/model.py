@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.values import UNKNOWN_ID
-from dphybrid.embedding import HostEmbeddingCollection
+from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
@@ -158,30 +158,33 @@ class _ClickRegion(nn.Module):
 
 
 class _ClickModel(nn.Module):
-    """Looks up the rows of all columns and passes them to the region. num_bags: number of bag columns, which
-    come last."""
+    """Looks up the rows of all columns and passes them to the region.
 
-    def __init__(self, table: HostEmbeddingCollection, region: DataParallel, num_bags: int = 0) -> None:
+    table: the rows of all columns, one after the other. num_ids: how many each column has. num_bags: number
+    of bag columns, which come last.
+    """
+
+    def __init__(self, table: HostEmbedding, num_ids: list[int], region: DataParallel, num_bags: int) -> None:
         super().__init__()
-        self.table = table
-        self.region = region
-        num_single = len(table.num_rows) - num_bags
-        self.num_bags, self._single, self._bags = num_bags, slice(num_single), slice(num_single, None)
+        self.table, self.region, self.num_bags = table, region, num_bags
+        self.num_single = len(num_ids) - num_bags
+        starts = itertools.accumulate(num_ids[:-1], initial=0)
+        self.starts_F = torch.tensor(list(starts), device="cpu")  # no buffer: ids stay on the host
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids that `forward` looks up, so that their rows can be prefetched."""
-        ids_BF = self.table.flat_ids(batch["ids_BF"], self._single)
+        ids_BF = batch["ids_BF"] + self.starts_F[: self.num_single]
         if self.num_bags:
             bags_BGL = batch["bags_BFL"]
             # Padding looks up its bag's first item again, with a share of 0: the optimizer must not touch a
             # row that the bag does not hold.
             items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL)
-            items_BGL = self.table.flat_ids(items_BGL.mT, self._bags).mT
+            items_BGL = items_BGL + self.starts_F[self.num_single :, None]
             ids_BF = torch.cat([ids_BF, items_BGL.flatten(1)], dim=1)
         return {"table": ids_BF}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows_BFD = self.region.rows(self.table.flat, self.table_ids(batch)["table"])
+        rows_BFD = self.region.rows(self.table, self.table_ids(batch)["table"])
         inputs = [batch["dense_BN"], batch["labels_B"]]
         if self.num_bags:
             # No division by 0: an empty bag holds the row for missing values.
@@ -210,12 +213,10 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
     std = 0.1 if o.kind == "dlrm" else 0.05
-    columns = context.info.get("columns") or [{"name": number} for number in range(len(num_ids))]
-    tables = {str(column["name"]): size for column, size in zip(columns, num_ids, strict=True)}
-    table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
+    table = context.table(sum(num_ids), o.dim, name="table", std=std)
     num_bags = int(context.info.get("num_bags", 0))
     region = DataParallel(_ClickRegion(network, task.loss), context.devices)
-    return _ClickModel(table, region, num_bags)
+    return _ClickModel(table, num_ids, region, num_bags)
 
 
 def some_unknown(info: Mapping[str, Any], share: float) -> Draw:

@@ -4,7 +4,6 @@ Letters: B samples, T tokens of a sample, D width of a row, H width of the netwo
 """
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -145,8 +144,8 @@ def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
     if o.kind == "decoder":
         memory = None
         if o.memory:
-            make = partial(context.table, name="memory")
-            memory = NgramMemory(o.hidden, o.memory, separator=int(context.info["end"]), make=make)
+            separator = int(context.info["end"])
+            memory = NgramMemory(o.hidden, o.memory, separator=separator, make=context.table)
         network = Decoder(o.dim, o.hidden, o.layers, o.heads, o.dropout, memory)
     else:
         network = Lstm(o.dim, o.hidden, o.layers, o.dropout)
