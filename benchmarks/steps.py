@@ -140,7 +140,7 @@ def parts_alone(
 
     def gather() -> None:
         for one, mine in zip(found, host, strict=True):
-            native.gather(table.weight.detach(), None, one.unique_U, mine)
+            native.look_up(table.weight.detach(), one.unique_U, mine)
 
     steps: dict[str, Callable[[], object]] = {
         "sort": lambda: [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares],

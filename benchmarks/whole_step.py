@@ -127,7 +127,7 @@ def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
     torch.manual_seed(config.train.seed)
     # Plain PyTorch has no HostEmbedding, so the pipeline passes its batches through.
     with RowPipeline(way.blocks) as pipeline:
-        for batch in pipeline.prefetch(_batches(experiment)):
+        for batch in pipeline.prefetch(_batches(experiment), getattr(way.blocks, "table_ids", None)):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             outputs = way.losses(batch)

@@ -37,7 +37,7 @@ TRAINS = """
 import sys, torch
 from dphybrid.embedding import HostEmbedding, native, row_optimizer
 table = HostEmbedding(100, 16, seed=0)
-rows = row_optimizer("adagrad", table.parameters(), lr=0.1)
+rows = row_optimizer("adagrad", table, lr=0.1)
 for step in range(3):
     table(torch.arange(50) * (step + 1) % 100).square().sum().backward()
     rows.step()

@@ -82,10 +82,6 @@ class _SpreadTable(HostEmbedding):
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Do nothing: a rank has one device, to which rows always come."""
 
-    @property
-    def is_placed(self) -> bool:
-        return True
-
     def forward(self, ids: Tensor, *, by_replica: bool = False, to: torch.device | None = None) -> Any:
         """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the rank's device, or on the
         device `to`.
@@ -114,7 +110,6 @@ class _SpreadTable(HostEmbedding):
             self.look_up_ms += 1e3 * (time.perf_counter() - start)
             leaf_UD.requires_grad_()
             self._lookup = _Lookup(where, rows_UD, leaf_UD)
-            self.counters.ids += ids.numel()
             self.counters.unique += len(where.unique_U)
         first, stop = self.spread.bounds[self._ranks.rank]
         away = len(where.unique_U) - int(((where.unique_U >= first) & (where.unique_U < stop)).sum())

@@ -14,7 +14,7 @@ from dphybrid.embedding.gradients import clip_grad_norm_, clip_rows_too
 from dphybrid.embedding.hosting import host_tables, load_rows, save_rows
 from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.optim import RowOptimizer, row_optimizer
-from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
+from dphybrid.embedding.pipeline import RowPipeline
 from dphybrid.embedding.published import merge_rows
 from dphybrid.embedding.ranking import Ranked, rank_rows
 from dphybrid.embedding.softmax import linear_cross_entropy
@@ -22,7 +22,6 @@ from dphybrid.embedding.table import HostEmbedding, dense_parameters, find_table
 
 __all__ = [
     "CombinedOptimizer",
-    "DeclaresIds",
     "HostEmbedding",
     "NgramMemory",
     "Ranked",

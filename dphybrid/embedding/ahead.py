@@ -13,7 +13,6 @@ numpy do not raise the version, so a prepared lookup does not see them.
 """
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,14 +78,8 @@ class LookupsAhead:
         if len(devices) == 1 and devices[0].type == "cpu":  # the rows are on this device already
             self._channels, self._sizes_of = [], None
             return
-        self._counters.by_replica = True
         self._channels = [Channel(device, self._counters) for device in devices]
         self._sizes_of = sizes_of
-
-    @property
-    def is_on_gpus(self) -> bool:
-        """Whether rows are sent to GPUs."""
-        return any(channel.device.type == "cuda" for channel in self._channels)
 
     @property
     def is_placed(self) -> bool:
@@ -166,7 +159,7 @@ class LookupsAhead:
         weight, now = lookup.weight, lookup.weight._version
         if now == lookup.version:
             return
-        start, info = time.perf_counter(), info_of(weight)
+        info = info_of(weight)
         recorded = [] if info is None or info.changes is None else list(info.changes)
         changes = [change for change in recorded if lookup.version < change[1] <= now]
         # Recorded changes must follow each other without a gap, from the lookup's version (or earlier) to
@@ -189,4 +182,3 @@ class LookupsAhead:
                 share.channel.send_again(share, positions_C, all_rows(weight))
         lookup.version = now
         self._counters.repaired += sum(len(positions_C) for positions_C in positions)
-        self._counters.repair_ms += 1e3 * (time.perf_counter() - start)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dphybrid.embedding import native
 from dphybrid.embedding.lookup import not_differentiable
 from dphybrid.embedding.replicas import Channel
-from dphybrid.embedding.weights import RowsInfo, all_rows, info_of, without_padding
+from dphybrid.embedding.weights import RowsInfo, info_of, without_padding
 from dphybrid.kernels import is_batched
 from dphybrid.util.errors import UserError
 
@@ -193,7 +193,7 @@ def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
     )
 
 
-def segment_of(weight: Tensor, first_key: int = 0) -> native.Segment:
+def segment_of(weight: Tensor) -> native.Segment:
     """Return a weight's gradient in the form that the kernels read. A dense gradient, of a weight used as a
     whole, has all rows but padding."""
     grad, real, (num_rows, dim) = weight.grad, native.real_dtype(weight.dtype), weight.shape
@@ -208,36 +208,7 @@ def segment_of(weight: Tensor, first_key: int = 0) -> native.Segment:
         grads_ND = grads_ND.to("cpu", real)
     if dim > 1 and grads_ND.stride(1) != 1:
         grads_ND = grads_ND.contiguous()
-    return native.Segment(ids_N, grads_ND, num_rows, first_key)
-
-
-@torch.library.custom_op("dphybrid::rows", mutates_args=())
-def rows_op(weight: Tensor, ids: Tensor, frozen: Tensor | None = None) -> Tensor:  # noqa: ARG001
-    """Return the rows of `ids`, as an operator. Graphs that torch captures cannot hold a Python function such
-    as `_Rows`. frozen: which of the ids, in the same shape, give their rows no gradient."""
-    return native.look_up(all_rows(weight), ids.to("cpu", torch.int64))[0]
-
-
-@rows_op.register_fake
-def _fake_rows(weight: Tensor, ids: Tensor, frozen: Tensor | None = None) -> Tensor:  # noqa: ARG001
-    return weight.new_empty((*ids.shape, weight.shape[1]), dtype=native.real_dtype(weight.dtype))
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[1:])
-    ctx.shape = inputs[0].shape
-
-
-def _rows_backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
-    ids, frozen = ctx.saved_tensors
-    ids_N, grads_ND = ids.reshape(-1).long(), grads.reshape(-1, grads.shape[-1])
-    if frozen is not None:
-        kept_N = ~frozen.reshape(-1)
-        ids_N, grads_ND = ids_N[kept_N], grads_ND[kept_N]
-    return sparse(ids_N, grads_ND, ctx.shape), None, None
-
-
-rows_op.register_autograd(_rows_backward, setup_context=_keep_for_backward)
+    return native.Segment(ids_N, grads_ND, num_rows)
 
 
 @torch.no_grad()

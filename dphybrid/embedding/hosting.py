@@ -130,7 +130,7 @@ class AdaptedEmbedding(MappedEmbedding):
         is_trained = slots_N >= 0
         rows.view(-1, self.dim)[is_trained] = self.trained.weight.detach()[slots_N[is_trained]]
         rows = self._as_model(rows)
-        return tuple(self._in_shares(rows)) if by_replica and self.is_placed else rows.to(to)
+        return rows.to(to)
 
     def fill(self, ids_K: Tensor, rows_KD: Tensor) -> None:
         """Replace the trained rows; see `TrainedRows.fill`."""

@@ -27,33 +27,16 @@ class Counters:
     adds to them.
 
     Attributes:
-        ids: Ids looked up.
-        unique: Rows touched, counted by replica.
-        prepared: Touched rows that a pipeline had prepared.
+        unique: Rows sent to replicas, counted by replica.
+        prepared: Those of them that a pipeline had prepared.
         repaired: Prepared rows that were read again because an update had changed them.
-        bytes_gathered: Bytes of rows read from the table for lookups.
-        dedup_ms: Milliseconds, like the following: checking and sorting ids.
-        gather_ms: Reading rows.
-        d2h_ms: Waiting for row gradients from the devices.
-        update_ms: The row optimizer, including the sums of gradients.
-        repair_ms: Finding and reading changed rows again.
+        d2h_ms: Milliseconds of waiting for row gradients from the devices.
     """
 
-    ids: float = 0.0
     unique: float = 0.0
     prepared: float = 0.0
     repaired: float = 0.0
-    bytes_gathered: float = 0.0
-    bytes_to_devices: float = 0.0
-    bytes_from_devices: float = 0.0
-    dedup_ms: float = 0.0
-    gather_ms: float = 0.0
     d2h_ms: float = 0.0
-    update_ms: float = 0.0
-    repair_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.by_replica = False  # whether lookups count unique rows; else updates do
 
 
 @dataclass(frozen=True)
@@ -163,15 +146,6 @@ def not_a_row(ids: Tensor, num_rows: int, name: str) -> UserError:
     return UserError(
         f"table {name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is not a row; rows are 0 to "
         f"{num_rows - 1}"
-    )
-
-
-def copies_drift_apart(name: str, processes: int) -> UserError:
-    """Return the error for a table of which several processes would train copies."""
-    return UserError(
-        f"table {name!r}: each of {processes} processes would train its own copy, because "
-        "DistributedDataParallel, FSDP and the like do not exchange gradients of rows. Train in one process "
-        "with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says"
     )
 
 

@@ -112,36 +112,22 @@ def look_up(
     return out_XD, flat_N
 
 
-def gather(weight_VD: Tensor | StoredRows, threads: int | None, ids_N: Tensor, out_ND: Tensor) -> None:
-    """Copy the rows of ids_N, checked before, to out_ND. Raises UserError, with out_ND untouched, if an id is
-    not a row any more."""
-    try:
-        look_up(weight_VD, ids_N, out_ND, threads)
-    except IndexError:
-        raise UserError("a table became smaller while its rows were read") from None
-
-
 _PLACES = torch.empty((0, 1), dtype=torch.uint8, device=CPU)
 """Passed instead of gradients to get the positions of ids' occurrences, not the addresses of gradients."""
 
 
 class Segment(NamedTuple):
-    """Ids (int64) of one table and their gradients: that of ids_N[n] is rows_ND[n]. first_key: number of rows
-    in all tables before this one."""
+    """Ids (int64) of a table of `num_rows` rows and their gradients: that of ids_N[n] is rows_ND[n]."""
 
     ids_N: Tensor
     rows_ND: Tensor
     num_rows: int
-    first_key: int = 0
 
 
 class _Arranged(NamedTuple):
-    """Arguments and results of the kernel `arrange`: the ascending unique keys of several tables' ids, and
-    for each key the addresses of its gradients, in order of occurrence.
-
-    A key is a row's number in its table plus the number of rows in all tables before. memory: holds keys,
-    bounds and positions. held: the objects that addresses in `call` point to, kept alive.
-    """
+    """Arguments and results of the kernel `arrange`: the ascending unique ids, and for each the addresses of
+    its gradients, in order of occurrence. memory: holds unique ids, bounds and positions. held: the objects
+    that addresses in `call` point to, kept alive."""
 
     call: c.Structure
     memory: Tensor
@@ -149,8 +135,8 @@ class _Arranged(NamedTuple):
     held: object
 
     @property
-    def keys_U(self) -> Tensor:
-        """The unique keys, ascending."""
+    def ids_U(self) -> Tensor:
+        """The unique ids, ascending."""
         return self.memory[: self.call.num_unique]
 
 
@@ -166,14 +152,13 @@ def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
     return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
 
 
-def _arrange_arguments(segments: Sequence[Segment], num_keys: int, *, inverse: bool = False) -> _Arranged:
-    """Return the arguments of a stable sort of the segments' ids, and memory for its results."""
+def _arrange_arguments(segments: Sequence[Segment], *, inverse: bool = False) -> _Arranged:
+    """Return the arguments of a stable sort of the ids of a table's segments, and memory for its results."""
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
-    for line, (ids, rows_ND, num_rows, first_key) in zip(lines, segments, strict=True):
+    for line, (ids, rows_ND, _) in zip(lines, segments, strict=True):
         ids_N = ids.contiguous()
         own = ids_N.shape[0]
         line.ids, line.count = address(ids_N, "ids", torch.int64, (own,)), own
-        line.first_key, line.num_rows = first_key, num_rows
         line.rows, line.row_bytes = _gradients(rows_ND, own)
         held.append((ids_N, rows_ND))
         count += own
@@ -186,8 +171,8 @@ def _arrange_arguments(segments: Sequence[Segment], num_keys: int, *, inverse: b
     bounds, positions, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
     inverse_N = torch.empty(count, dtype=torch.int32, device=CPU) if inverse else None
     call = kernels.Arrange(
-        c.addressof(lines), len(segments), count, num_keys, words, None if direct else unsorted, keys, bounds,
-        positions, None if inverse_N is None else inverse_N.data_ptr(),
+        c.addressof(lines), len(segments), count, segments[0].num_rows, words, None if direct else unsorted,
+        keys, bounds, positions, None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
     return _Arranged(call, memory, inverse_N, (lines, held))
 
@@ -196,16 +181,16 @@ def _refusal(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
     call = arranged.call
     if call.wrong_segment < 0:
         return UserError(
-            f"{call.count:,} ids of {call.num_keys:,} rows at once: their numbers do not fit into 64 bits; "
+            f"{call.count:,} ids of {call.num_rows:,} rows at once: their numbers do not fit into 64 bits; "
             "use smaller batches"
         )
     wrong = segments[call.wrong_segment].ids_N[call.wrong_place]
     return IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
 
 
-def _arrange(segments: Sequence[Segment], num_keys: int, *, inverse: bool = False) -> _Arranged:
+def _arrange(segments: Sequence[Segment], *, inverse: bool = False) -> _Arranged:
     """Sort the ids of segments; see `_arrange_arguments`."""
-    arranged = _arrange_arguments(segments, num_keys, inverse=inverse)
+    arranged = _arrange_arguments(segments, inverse=inverse)
     if not kernels.call("arrange", arranged.call):
         raise _refusal(arranged, segments)
     return arranged
@@ -218,27 +203,27 @@ def occurrences(ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, T
     positions in ids_N, sorted by the id there (int64). bounds_U2: first and end of each unique id's positions
     in positions_N (int32).
     """
-    arranged = _arrange([Segment(ids_N, _PLACES, num_rows)], num_rows, inverse=True)
+    arranged = _arrange([Segment(ids_N, _PLACES, num_rows)], inverse=True)
     assert arranged.inverse_N is not None
     count, unique = len(ids_N), arranged.call.num_unique
     bounds_U2 = arranged.memory[count : count + unique].view(torch.int32).view(unique, 2)
-    return arranged.keys_U, arranged.inverse_N, bounds_U2, arranged.memory[2 * count : 3 * count]
+    return arranged.ids_U, arranged.inverse_N, bounds_U2, arranged.memory[2 * count : 3 * count]
 
 
 def sum_rows(
     segments: Sequence[Segment], *, gap: int = 0, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients of each row. Return (keys_U, sums_UD, squares_U): the unique ids of segments of one
+    """Sum the gradients of each row. Return (ids_U, sums_UD, squares_U): the unique ids of segments of one
     table, ascending, the sums of their gradients, and the sums' squared 2-norms (float64).
 
-    gap: unused values between one sum and the next in memory. squares:
-    whether to compute squares_U, which is empty otherwise. Raises UserError if an id and its position do not
-    fit into 64 bits together, IndexError for an id that is not a row.
+    gap: unused values between one sum and the next in memory. squares: whether to compute squares_U, which is
+    empty otherwise. Raises UserError if an id and its position do not fit into 64 bits together, IndexError
+    for an id that is not a row.
     """
     first = segments[0].rows_ND
-    arranged = _arrange(segments, segments[0].num_rows)
-    keys_U, dim, dtype = arranged.keys_U, first.shape[1], first.dtype
-    count = len(keys_U)
+    arranged = _arrange(segments)
+    ids_U, dim, dtype = arranged.ids_U, first.shape[1], first.dtype
+    count = len(ids_U)
     out_UX = torch.empty((count, dim + gap), dtype=dtype, device=CPU)
     squares_U = torch.empty(count if squares else 0, dtype=torch.float64, device=CPU)
     call = kernels.Sums(
@@ -247,11 +232,9 @@ def sum_rows(
     )  # fmt: skip
     if count and not kernels.call("sum_rows", call):
         raise TypeError(f"rows of {dim} values of {dtype}; use 1 to {MAX_DIM} of float32 or float64")
-    return keys_U, out_UX[:, :dim] if gap else out_UX, squares_U
+    return ids_U, out_UX[:, :dim] if gap else out_UX, squares_U
 
 
-# A NamedTuple, not a dataclass: each step makes and compares one per table, and a dataclass takes nearly
-# twice as long.
 class Rule(NamedTuple):
     """How an update changes a touched row. number: the value in `enum rule` of rows.c."""
 
@@ -259,7 +242,8 @@ class Rule(NamedTuple):
     lr: float
     decay: float
     eps: float
-    betas: tuple[float, float]
+    beta1: float
+    beta2: float
 
 
 @lru_cache(maxsize=8)
@@ -279,41 +263,31 @@ def corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     return first.reciprocal_(), second.rsqrt_()
 
 
-class Tables:
-    """Several tables of one width and type, as the update kernel reads them.
+def update(
+    rule: Rule,
+    weight_VD: Tensor,
+    states: Mapping[str, tuple[Tensor, tuple[int, ...], torch.dtype]],
+    segment: Segment,
+    updates: int = 0,
+    noise: int = 0,
+) -> Tensor:
+    """Update the rows and states for which the segment has gradients; return the rows' numbers, ascending.
 
-    members: (weight, {field of `struct table`: (state, its shape, its type)}) of each table. first_keys: the
-    number of rows before each table, and last that of all tables.
+    states: field of `struct update` -> state, its shape and type. updates, noise: see there. Raises what
+    `sum_rows` raises.
     """
-
-    def __init__(
-        self,
-        members: Sequence[tuple[Tensor, Mapping[str, tuple[Tensor, tuple[int, ...], torch.dtype]]]],
-    ) -> None:
-        self.dtype, self.dim = members[0][0].dtype, members[0][0].shape[1]
-        self.lines = (kernels.Table * len(members))()
-        self.first_keys = [0]
-        for line, (weight, states) in zip(self.lines, members, strict=True):
-            line.rows, rows, _ = _rows_address(weight)
-            line.first_key, line.num_rows = self.first_keys[-1], rows
-            self.first_keys.append(self.first_keys[-1] + rows)
-            for name, (state, shape, dtype) in states.items():
-                setattr(line, name, address(state, name, dtype, shape))
-                if name != "steps":
-                    setattr(line, f"{name}_values", self.dim if len(shape) > 1 else 1)
-
-
-def update(rule: Rule, tables: Tables, segments: Sequence[Segment]) -> Tensor:
-    """Update the rows and states for which the segments have gradients; return their keys (see `_Arranged`).
-    Raises what `sum_rows` raises."""
-    arranged = _arrange_arguments(segments, tables.first_keys[-1])
-    fix1, fix2 = corrections(*rule.betas)
+    rows, num_rows, dim = _rows_address(weight_VD)
+    arranged, stored = _arrange_arguments([segment]), weight_VD.dtype
+    fix1, fix2 = corrections(rule.beta1, rule.beta2)
     # The team is chosen by the number of ids: how many are unique is known only within the call.
     call = kernels.Update(
-        team(arranged.call.count, tables.dim * tables.dtype.itemsize), c.addressof(arranged.call),
-        c.addressof(tables.lines), len(tables.lines), rule.number, STORED[tables.dtype], tables.dim, rule.lr,
-        rule.decay, rule.eps, *rule.betas, fix1.data_ptr(), fix2.data_ptr(), len(fix1) - 1,
+        team(arranged.call.count, dim * stored.itemsize), c.addressof(arranged.call), *rule, STORED[stored],
+        dim, fix1.data_ptr(), fix2.data_ptr(), len(fix1) - 1, num_rows, updates, noise, rows,
     )  # fmt: skip
+    for name, (state, shape, dtype) in states.items():
+        setattr(call, name, address(state, name, dtype, shape))
+        if name != "steps":
+            setattr(call, f"{name}_values", dim if len(shape) > 1 else 1)
     if not kernels.call("update_rows", call):
-        raise _refusal(arranged, segments)
-    return arranged.keys_U
+        raise _refusal(arranged, [segment])
+    return arranged.ids_U

@@ -28,11 +28,10 @@ import itertools
 import queue
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,16 +58,6 @@ _JOIN_S = 5.0
 """How long `close` waits for a worker that is blocked in the batch source."""
 
 
-@runtime_checkable
-class DeclaresIds(Protocol):
-    """A model that announces which rows its `forward` will look up, so that they can be fetched ahead."""
-
-    def table_ids(self, batch: dict[str, Tensor]) -> Ids:
-        """Return table name -> ids, as one tensor or one per lookup. Names are those of
-        `dphybrid.embedding.find_tables`."""
-        ...
-
-
 class RowPipeline:
     """Yields batches while a worker thread prepares the lookups of later ones; see the module's docstring.
 
@@ -77,7 +66,7 @@ class RowPipeline:
         mode: "exact", or "off" to yield batches without a worker.
         on_cpu: Use a worker even without a GPU; slower, for tests that the bits stay the same.
 
-    Raises UserError for other values.
+    Raises UserError for another mode.
     """
 
     def __init__(
@@ -89,12 +78,8 @@ class RowPipeline:
     ) -> None:
         if mode not in ("off", "exact"):
             raise UserError(f"pipeline={mode!r}: use off or exact")
-        if not isinstance(model, nn.Module | Mapping):
-            raise UserError(f"RowPipeline: {type_text(model)}; give the model, or its tables by name")
         self.tables = find_tables(model) if isinstance(model, nn.Module) else dict(model)
         self.mode, self.on_cpu = mode, on_cpu
-        self._table_ids: _IdsOf[Any] | None = model.table_ids if isinstance(model, DeclaresIds) else None
-        self._has_warned = False
         self._workers: list[_Worker] = []
         self.times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
         self._last_totals = self._totals()
@@ -110,51 +95,34 @@ class RowPipeline:
         for worker in list(self._workers):
             worker.stop()
 
-    def prefetch(self, batches: Iterable[Batch], ids_of: _IdsOf[Batch] | None = None) -> Iterator[Batch]:
+    def prefetch(self, batches: Iterable[Batch], ids_of: _IdsOf[Batch] | None) -> Iterator[Batch]:
         """Yield the batches in order, as a plain loop does: a generator goes on where another loop left it.
 
         ids_of: function from a batch to the ids that the model will look up, by table (one tensor, or a list
-        of one tensor per lookup); None: the model's own `table_ids`. Without either, nothing is fetched ahead
-        and a warning says so, once.
+        of one tensor per lookup), such as `model.table_ids`; None: nothing is fetched ahead.
 
-        The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
-        those of all later batches are prepared ahead. An exception in the batch source or in `ids_of` is
-        raised when the loop asks for that batch, with the worker's traceback. Leaving the loop early, by
-        `break` or an exception, stops the worker; the batch that it had drawn is lost.
+        The first forward places the tables (see `DataParallel.rows`), so the rows of a loop's first batch are
+        looked up on the spot; those of all later batches are prepared ahead. An exception in the batch source
+        or in `ids_of` is raised when the loop asks for that batch, with the worker's traceback. Leaving the
+        loop early, by `break` or an exception, stops the worker; the batch that it had drawn is lost.
         """
-        source, ids_of = iter(batches), ids_of or self._table_ids
-        if self.mode == "exact" and self.tables:
-            if ids_of is None:
-                if torch.is_grad_enabled() and not self._has_warned:
-                    self._has_warned = True
-                    warnings.warn(
-                        "RowPipeline: rows are not fetched ahead, as the ids are not declared; give prefetch "
-                        "a function from a batch to {table: ids}, or the model a method table_ids(batch)",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-            else:
-                # Without a worker: `forward` must run once before it is known where rows are sent.
-                if any(not table.is_placed for table in self.tables.values()):
-                    for batch in itertools.islice(source, 1):
-                        self._checked_ids(ids_of(batch))
-                        yield batch
-                # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
-                is_split = any(table.ahead.is_placed for table in self.tables.values())
-                if is_split and (self.on_cpu or torch.cuda.is_initialized()):
-                    yield from self._prefetched(source, ids_of)
+        source = iter(batches)
+        if self.mode == "exact" and self.tables and ids_of is not None:
+            for batch in itertools.islice(source, 1):
+                self._checked_ids(ids_of(batch))
+                yield batch
+            # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
+            is_split = any(table.ahead.is_placed for table in self.tables.values())
+            if is_split and (self.on_cpu or torch.cuda.is_initialized()):
+                yield from self._prefetched(source, ids_of)
         for batch in source:  # not `yield from`, which would close a generator when this loop is left
             yield batch
 
     def _checked_ids(self, ids: Ids) -> Ids:
-        if not isinstance(ids, Mapping):
+        unknown = sorted(ids.keys() - self.tables.keys()) if isinstance(ids, Mapping) else type_text(ids)
+        if unknown:
             raise UserError(
-                f"RowPipeline: the ids of a batch are {type_text(ids)}; return {{table name: ids}}, with the "
-                f"names {', '.join(self.tables)}"
-            )
-        if unknown := ids.keys() - self.tables.keys():
-            raise UserError(
-                f"RowPipeline: ids for the tables {sorted(unknown)}, which the model lacks; it has "
+                f"RowPipeline: ids of {unknown}; return {{table name: ids}}, with the names "
                 f"{', '.join(self.tables)}"
             )
         return ids
@@ -186,13 +154,12 @@ class RowPipeline:
         """Return the counts since the last call, summed over tables and divided by `steps`.
 
         The fields of `lookup.Counters`, and: prepare_ms: the worker's whole time per batch. wait_ms: how long
-        the loop waited for the worker. Three ratios, not divided: unique_ratio: unique rows / ids.
-        prepared_ratio: prepared / unique rows. conflict_ratio: repaired / prepared rows.
+        the loop waited for the worker. Two ratios, not divided: prepared_ratio: prepared / unique rows.
+        conflict_ratio: repaired / prepared rows.
         """
         before, self._last_totals = self._last_totals, self._totals()
         now = {key: total - before.get(key, 0.0) for key, total in self._last_totals.items()}
         return {name: amount / steps for name, amount in now.items()} | {
-            "unique_ratio": now["unique"] / max(1.0, now["ids"]),
             "prepared_ratio": now["prepared"] / max(1.0, now["unique"]),
             "conflict_ratio": now["repaired"] / max(1.0, now["prepared"]),
         }
@@ -211,7 +178,7 @@ class _Worker(Generic[Batch]):
     def __init__(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch], pipeline: RowPipeline) -> None:
         self._source, self._ids_of, self._tables = batches, ids_of, pipeline.tables
         self._times_ms = pipeline.times_ms
-        self._pins = any(table.ahead.is_on_gpus for table in self._tables.values())
+        self._pins = torch.cuda.is_initialized()
         # Items: (batch, lookups by table); last, the exception that ended the worker, or None.
         self._done: queue.Queue[_Prepared[Batch] | BaseException | None] = queue.Queue()
         self._permits = threading.Semaphore(1)  # for each batch that may be prepared
@@ -248,25 +215,13 @@ class _Worker(Generic[Batch]):
                 table = self._tables[name]
                 made = [table._prepared(of_lookup) for of_lookup in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
-        except UserError:
+        except (UserError, IndexError):
             return {}
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return {}
         return lookups
-
-    def _reserve(self, lookups: dict[str, list[Lookup]], batch: Batch) -> None:
-        """Allocate pinned memory for all batches that will be in transit at once, before the first forward;
-        see `Channel.reserve`."""
-        if self._pins:
-            # Allocated all together, then freed to torch's allocator, which reuses the memory for later
-            # batches.
-            buffers = [copied(batch, pin=True) for _ in range(_BATCHES_IN_TRANSIT)]
-            del buffers
-        for lookup in itertools.chain(*lookups.values()):
-            for share in lookup.shares:
-                share.channel.reserve(len(share.memory), _BATCHES_IN_TRANSIT)
 
     def _work(self) -> None:
         use_num_threads(self._num_threads)  # a batch source may compute
@@ -286,8 +241,15 @@ class _Worker(Generic[Batch]):
                     batch = copied(batch, pin=self._pins)
                 with labelled("prepare rows"):
                     lookups = self._lookups(self._ids_of(batch))
-                if number == 0:
-                    self._reserve(lookups, batch)
+                if number == 0 and self._pins:
+                    # Pinned memory for all batches that will be in transit at once, which torch's allocator
+                    # uses again for later ones. Allocating it while a forward broadcasts to several GPUs has
+                    # been reported to hang (pytorch#31095).
+                    for_later = [
+                        (copied(batch, pin=True), self._lookups(self._ids_of(batch)))
+                        for _ in range(_BATCHES_IN_TRANSIT)
+                    ]
+                    del for_later
                 self._times_ms["prepare_ms"] += 1e3 * (time.perf_counter() - start)
                 self._done.put((batch, lookups))
                 del batch, lookups  # or this frame would keep them alive while it waits for a permit

@@ -73,12 +73,33 @@ def rank_rows(
         hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64, device="cpu")
     # Autocast may have made the queries 16-bit, too coarse for scores, which are sums of many products.
     queries_QD = queries_QD.to(torch.promote_types(queries_QD.dtype, torch.float32))
-    best, ranking = Best(queries_QD, k), _Ranking(queries_QD, table, answers_Q, score)
+    best = Best(queries_QD, k)
+    # own_Q: the answers' scores. total_Q: logarithm of the softmax's denominator so far.
+    ranks_Q = own_Q = total_Q = queries_QD.new_full((len(queries_QD),), torch.nan)
+    if answers_Q is not None:
+        ids_Q, answers_Q = answers_Q.to("cpu"), answers_Q.to(queries_QD.device)
+        rows_QD = (table(ids_Q) if isinstance(table, HostEmbedding) else table[ids_Q]).to(queries_QD)
+        own_Q = total_Q = score(queries_QD.unsqueeze(1), rows_QD.unsqueeze(1))[:, 0, 0]
+        ranks_Q = torch.ones_like(own_Q)
     for start, scores_QN in score_blocks(queries_QD, table, hidden_QS, score, numbers_a_score):
         if k:
             best.add(start, scores_QN)
-        ranking.add(start, scores_QN)
-    return Ranked(best.rows_QK, best.scores_QK, ranking.ranks_Q, ranking.total_Q - ranking.own_Q)
+        if answers_Q is not None:
+            here_Q = (answers_Q >= start) & (answers_Q < start + scores_QN.shape[1])
+            scores_QN[here_Q, answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
+            ranks_Q = ranks_Q + _better(scores_QN, own_Q)
+            total_Q = torch.logaddexp(total_Q, scores_QN.logsumexp(1))
+    return Ranked(best.rows_QK, best.scores_QK, ranks_Q, total_Q - own_Q)
+
+
+def _better(scores_QN: Tensor, own_Q: Tensor) -> Tensor:
+    """Return the number of scores that are better than each answer's own, and half of those equal to it."""
+    own_Q1, close_Q1 = own_Q.unsqueeze(1), (_TIE * (1 + own_Q.abs())).unsqueeze(1)
+    # `<=`, not `>`: NaN must count as better, or a model of NaNs would have the best ranks.
+    halves_QN = (scores_QN <= own_Q1 + close_Q1).view(torch.int8)  # summing bools takes twice as long
+    halves_QN += scores_QN <= own_Q1 - close_Q1
+    # 2 for each worse score and 1 for each equal one, halved: ties share the mean of their ranks.
+    return (2 * scores_QN.shape[1] - halves_QN.sum(1, dtype=torch.int32)) / 2
 
 
 def score_blocks(
@@ -103,13 +124,6 @@ def score_blocks(
         scores_QN = score(queries_QD, rows_ND)
         scores_QN[query_H[here_H], row_H[here_H] - start] = -torch.inf
         yield start, scores_QN
-
-
-def offsets_in(rows_QS: Tensor, start: int, size: int) -> Tensor:
-    """Return the offset of each row in the block of `size` rows from `start` on; `size` if it is not in the
-    block."""
-    offset_QS = rows_QS - start
-    return offset_QS.where((offset_QS >= 0) & (offset_QS < size), size)
 
 
 class Best:
@@ -145,35 +159,3 @@ def _top(scores_QN: Tensor, k: int) -> tuple[Tensor, Tensor]:
     column_QC = torch.cat([column_QC, rest_QC], 1)
     top_QK, place_QK = scores_QN.gather(1, column_QC).topk(k)
     return top_QK, column_QC.gather(1, place_QK)
-
-
-class _Ranking:
-    """Computes the rank of each query's answer over all blocks. own_Q: the answers' scores. total_Q:
-    logarithm of the softmax's denominator so far."""
-
-    def __init__(
-        self, queries_QD: Tensor, table: HostEmbedding | Tensor, answers_Q: Tensor | None, score: Score
-    ) -> None:
-        self.ranks_Q = self.own_Q = self.total_Q = queries_QD.new_full((len(queries_QD),), torch.nan)
-        self._answers_Q = answers_Q
-        if answers_Q is not None:
-            self._answers_Q = answers_Q.to(queries_QD.device)
-            own_Q = answers_Q.to("cpu" if isinstance(table, HostEmbedding) else table.device)
-            rows_QD = (table(own_Q) if isinstance(table, HostEmbedding) else table[own_Q]).to(queries_QD)
-            self.own_Q = self.total_Q = score(queries_QD.unsqueeze(1), rows_QD.unsqueeze(1))[:, 0, 0]
-            self.ranks_Q = torch.ones_like(self.own_Q)
-
-    def add(self, start: int, scores_QN: Tensor) -> None:
-        """Add a block of scores, whose first row is `start`. Sets the answers' own scores in it to -inf."""
-        if self._answers_Q is None:
-            return
-        here_Q = (self._answers_Q >= start) & (self._answers_Q < start + scores_QN.shape[1])
-        scores_QN[here_Q, self._answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
-        own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (_TIE * (1 + self.own_Q.abs())).unsqueeze(1)
-        # `<=`, not `>`: NaN must count as better, or a model of NaNs would have the best ranks.
-        halves_QN = (scores_QN <= own_Q1 + close_Q1).view(torch.int8)  # summing bools takes twice as long
-        halves_QN += scores_QN <= own_Q1 - close_Q1
-        # 2 for each worse score and 1 for each equal one, halved: ties share the mean of their ranks.
-        better_Q = 2 * scores_QN.shape[1] - halves_QN.sum(1, dtype=torch.int32)
-        self.ranks_Q = self.ranks_Q + better_Q / 2
-        self.total_Q = torch.logaddexp(self.total_Q, scores_QN.logsumexp(1))

@@ -15,7 +15,6 @@ The same code runs for virtual devices on the CPU, where buffers are plain memor
 events.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from torch.utils._pytree import tree_map
 from dphybrid.embedding import native
 from dphybrid.embedding.lookup import Counters, Occurrences, not_differentiable, sort_ids, sum_by_row
 from dphybrid.embedding.native import StoredRows
-
-_ALIGNMENT = 16  # bytes; Tensor.view(dtype) needs an offset that is a multiple of the type's size
 
 SizesOf = Callable[[int], Sequence[int]]
 """Function from the number of rows of a batch to the number of rows of each replica's share."""
@@ -66,20 +63,16 @@ class Share:
     Attributes:
         where: Its unique ids and their occurrences, on the host.
         shape: Of its ids.
-        rows_UD, indices: On the device, views of `memory`; indices are `where.indices()`.
+        rows_UD, indices: On the device; indices are `where.indices()`, views of one memory.
         ready: Event of their arrival (None on the CPU).
-        dedup_ms, gather_ms: Times of sorting its ids and of reading its rows from the table.
     """
 
     channel: "Channel"
     where: Occurrences
     shape: torch.Size
-    memory: Tensor
     rows_UD: Tensor
     indices: Sequence[Tensor]
     ready: "torch.cuda.Event | None"
-    gather_ms: float
-    dedup_ms: float
 
 
 class Channel:
@@ -94,36 +87,22 @@ class Channel:
 
     def send(self, rows_VD: Tensor | StoredRows, ids: Tensor, threads: int | None) -> Share:
         """Start sending the unique rows of `ids`, which are rows of the table. threads: the most to use."""
-        start = time.perf_counter()
         where = sort_ids(ids.reshape(-1), len(rows_VD))
-        dedup_ms = 1e3 * (time.perf_counter() - start)
-        # Rows and indices share one buffer: one copy instead of five.
-        shape_UD, on_host = (len(where.unique_U), rows_VD.shape[1]), where.indices()
-        real = native.real_dtype(rows_VD.dtype)
-        parts = _layout([(shape_UD, real), *((tuple(index.shape), index.dtype) for index in on_host)])
-        memory = self._host_memory(parts[-1][0].stop)
-        rows_UD, *indices = _views(memory, parts)
-        start = time.perf_counter()
-        native.gather(rows_VD, threads, where.unique_U, rows_UD)
-        gather_ms = 1e3 * (time.perf_counter() - start)
-        for target, source in zip(indices, on_host, strict=True):
-            target.copy_(source)
-        on_device, ready = self._start_copy(memory)
-        rows_UD, *indices = _views(on_device, parts)
-        return Share(self, where, ids.shape, on_device, rows_UD, indices, ready, gather_ms, dedup_ms)
+        real, on_host = native.real_dtype(rows_VD.dtype), where.indices()
+        rows_UD = self._buffer((len(where.unique_U), rows_VD.shape[1]), real)
+        native.look_up(rows_VD, where.unique_U, rows_UD, threads)
+        sizes = list(map(len, on_host))
+        indices = torch.cat(on_host, out=self._buffer((sum(sizes),), torch.int32))
+        rows_UD, indices, ready = self._start_copy(rows_UD, indices)
+        return Share(self, where, ids.shape, rows_UD, indices.split(sizes), ready)
 
     def send_again(self, share: Share, positions_C: Tensor, rows_VD: Tensor | StoredRows) -> None:
         """Replace the rows at `positions_C` of a share that was sent already by the table's present ones."""
-        shape = (len(positions_C), share.rows_UD.shape[1])
-        parts = _layout([(shape, share.rows_UD.dtype), ((len(positions_C),), positions_C.dtype)])
-        memory = self._host_memory(parts[-1][0].stop)
-        self._counters.bytes_to_devices += len(memory)
-        rows_CD, positions = _views(memory, parts)
-        native.gather(rows_VD, None, share.where.unique_U.index_select(0, positions_C), rows_CD)
-        positions.copy_(positions_C)
-        on_device, share.ready = self._start_copy(memory)
+        rows_CD = self._buffer((len(positions_C), share.rows_UD.shape[1]), share.rows_UD.dtype)
+        native.look_up(rows_VD, share.where.unique_U.index_select(0, positions_C), rows_CD)
+        positions = self._buffer(positions_C.shape, positions_C.dtype).copy_(positions_C)
+        rows_CD, positions, share.ready = self._start_copy(rows_CD, positions)
         with self._on(self._to):  # the stream of both copies, so this runs after them
-            rows_CD, positions = _views(on_device, parts)
             share.rows_UD.index_copy_(0, positions, rows_CD)
             if self._to is not None and share.ready is not None:
                 share.ready.record(self._to)
@@ -132,26 +111,21 @@ class Channel:
         """Make the device's current stream wait until the share has arrived. counted: add it to the
         counters."""
         if counted:
-            self._counters.ids += len(share.where.inverse_N)
             self._counters.unique += len(share.where.unique_U)
-            self._counters.dedup_ms += share.dedup_ms
-            self._counters.gather_ms += share.gather_ms
-            self._counters.bytes_gathered += share.rows_UD.nbytes
-            self._counters.bytes_to_devices += len(share.memory)
         if share.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(share.ready)
             # The memory belongs to the copying stream. Without this, the allocator would reuse it before the
             # computing stream has read it.
-            share.memory.record_stream(stream)
+            for tensor in (share.rows_UD, share.indices[0]):
+                tensor.record_stream(stream)
 
     def start_receiving(self, grads_UD: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         """Start copying gradients to the host. Return (their place on the host, the event after which they
         are there; None on the CPU)."""
-        self._counters.bytes_from_devices += grads_UD.nbytes
         if self._back is None:
             return grads_UD, None
-        host = torch.empty(grads_UD.shape, dtype=grads_UD.dtype, device="cpu", pin_memory=True)
+        host = self._buffer(grads_UD.shape, grads_UD.dtype)
         # The device may still be computing the gradients; the copy must come after.
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         with self._on(self._back):
@@ -161,29 +135,17 @@ class Channel:
             done.record(self._back)
         return host, done
 
-    def reserve(self, num_bytes: int, count: int) -> None:
-        """Make torch's allocator hold pinned memory for `count` copies of this size, to be reused from then
-        on.
+    def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._cuda)
 
-        Called before the first forward: allocating pinned memory while a forward broadcasts to several GPUs
-        has been reported to hang (pytorch#31095).
-        """
-        if self._cuda:
-            buffers = [self._host_memory(num_bytes) for _ in range(count)]
-            del buffers
-
-    def _host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
-
-    def _start_copy(self, memory: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        with self._on(self._to):  # also around torch.empty: memory belongs to the stream that allocates it
-            on_device = torch.empty(len(memory), dtype=torch.uint8, device=self.device)
-            on_device.copy_(memory, non_blocking=True)
+    def _start_copy(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, "torch.cuda.Event | None"]:
+        with self._on(self._to):  # memory belongs to the stream that allocates it
+            one, two = (tensor.to(self.device, non_blocking=True) for tensor in (one, two))
         if self._to is None:
-            return on_device, None
+            return one, two, None
         ready = torch.cuda.Event()
         ready.record(self._to)
-        return on_device, ready
+        return one, two, ready
 
     def _on(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -206,19 +168,3 @@ def copied(batch: object, *, pin: bool) -> Any:
         return (value.clone() if value.is_pinned() else value).pin_memory()
 
     return tree_map(lambda value: copies.setdefault(id(value), copy(value)), batch)
-
-
-def _layout(
-    wanted: Sequence[tuple[tuple[int, ...], torch.dtype]],
-) -> list[tuple[slice, tuple[int, ...], torch.dtype]]:
-    """Return (bytes, shape, type) of each tensor, placed one after the other in one buffer."""
-    parts, start = [], 0
-    for shape, dtype in wanted:
-        stop = start + torch.Size(shape).numel() * dtype.itemsize
-        parts.append((slice(start, stop), shape, dtype))
-        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-    return parts
-
-
-def _views(memory: Tensor, parts: Sequence[tuple[slice, tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    return [memory[span].view(dtype).view(shape) for span, shape, dtype in parts]

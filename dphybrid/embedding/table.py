@@ -4,25 +4,24 @@ Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, Self, SupportsFloat
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
-from dphybrid.embedding.gradients import Gates, rows_op, segment_of
+from dphybrid.embedding.gradients import Gates
 from dphybrid.embedding.lookup import (
     Counters,
-    copies_drift_apart,
     is_integer,
     not_a_row,
     not_differentiable,
@@ -32,7 +31,7 @@ from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, open_rows, open_states
 from dphybrid.embedding.weights import RowsInfo, all_rows, info_of
 from dphybrid.kernels import may_read
-from dphybrid.util.compiling import is_transformed
+from dphybrid.util.compiling import is_transformed, outside_of_graphs
 from dphybrid.util.errors import UserError
 from dphybrid.util.stages import stage
 
@@ -86,11 +85,8 @@ class HostEmbedding(nn.Module):
             not is_integer(padding_idx) or not -num_rows <= padding_idx < num_rows
         ):
             raise UserError(f"table {name!r}: padding_idx={padding_idx}; rows are 0 to {num_rows - 1}")
-        is_std = isinstance(std, SupportsFloat) and 0 <= std < math.inf
-        if not is_std or not (seed is None or is_integer(seed)):
-            raise UserError(
-                f"table {name!r}: seed={seed!r}, std={std!r}; give an integer, and a finite std from 0 on"
-            )
+        if not 0 <= std < math.inf or not (seed is None or is_integer(seed)):
+            raise UserError(f"table {name!r}: seed={seed!r}, std={std!r}; give an integer, a std from 0 on")
         if dtype is None:  # as nn.Embedding, but a default of half precision would round the updates
             dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         if seed is None:
@@ -218,6 +214,7 @@ class HostEmbedding(nn.Module):
             "replicas share it"
         )
 
+    @outside_of_graphs
     def forward(
         self, ids: Tensor, *, by_replica: bool = False, to: torch.device | None = None
     ) -> Tensor | tuple[Tensor, ...]:
@@ -227,10 +224,7 @@ class HostEmbedding(nn.Module):
         by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
         table, value and position.
         """
-        if torch.compiler.is_compiling():
-            return self._in_graph(ids, ids.device if to is None else to)
         with stage("lookup"):
-            start = time.perf_counter()
             if (weight := self._parameters.get("weight")) is None:
                 raise UserError(
                     f"table {self.name!r}: its weight is computed from other parameters, in every step "
@@ -241,7 +235,7 @@ class HostEmbedding(nn.Module):
             if is_transformed():
                 raise not_differentiable()
             if not may_read(weight, ids):
-                return self._in_graph(ids, wanted)
+                return self._by_torch(weight, ids).to(wanted)
             if by_replica and self.ahead.is_placed:
                 shares = self.ahead.lookup_of(weight, ids).shares
                 # Not a list, for whose tensors torch calls no backward hooks.
@@ -256,10 +250,6 @@ class HostEmbedding(nn.Module):
                 rows, flat_N = native.look_up(all_rows(weight), ids)
             except IndexError:
                 raise not_a_row(ids, len(weight), self.name) from None
-            if torch.is_grad_enabled():
-                self.counters.gather_ms += 1e3 * (time.perf_counter() - start)
-                self.counters.bytes_gathered += rows.nbytes
-                self.counters.ids += len(flat_N)
             if trains:
                 rows = self._gates.rows(weight, rows, flat_N, self._info.padding)
             return self._as_model(rows)
@@ -270,18 +260,19 @@ class HostEmbedding(nn.Module):
         trains = torch.is_grad_enabled() and weight.requires_grad
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if trains and processes > 1:
-            raise copies_drift_apart(self.name, processes)
+            raise UserError(
+                f"table {self.name!r}: each of {processes} processes would train its own copy, because "
+                "DistributedDataParallel, FSDP and the like do not exchange gradients of rows. Train in one "
+                "process with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says"
+            )
         return trains
 
-    def _in_graph(self, ids: Tensor, wanted: torch.device) -> Tensor:
-        """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the
-        graph and runs in Python, because a compiled backward does not support sparse gradients."""
-        trains = self._trains(self.weight)
-        if trains and torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break()
-        padding = self._info.padding
-        rows: Tensor = rows_op(self.weight, ids, ids == padding if trains and padding is not None else None)
-        return self._as_model(rows.to(wanted))
+    def _by_torch(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Look up by torch's operations, where torch records or watches them (export, trace, a dispatch
+        mode)."""
+        if self._info.stored is not None:
+            raise UserError(f"table {self.name!r}: its rows are in files, which a graph cannot hold")
+        return self._as_model(F.embedding(ids, weight, self._info.padding, sparse=True))
 
     def _as_model(self, rows: Tensor) -> Tensor:
         """Return rows in the type that the model was cast to."""
@@ -296,11 +287,6 @@ class HostEmbedding(nn.Module):
         self.ahead.place_on(devices, sizes_of)
         self._placed = (list(devices), sizes_of)
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether `place_on` was called."""
-        return self._placed is not None
-
     def for_replica(self, index: int) -> Self:
         """Return this table as a replica of a region sees it: the same weight, whose rows come to the
         replica's device. For a table inside a region."""
@@ -313,21 +299,13 @@ class HostEmbedding(nn.Module):
         device.
 
         Only the unique rows of a share are sent to the device, and only their summed gradients come back. A
-        region takes the result as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
-        CPU. Raises UserError like `forward`.
+        region takes the result as `parts(...)` of `dphybrid.parallel`. Before `place_on`, and for hooks on
+        the rows, which get one tensor: all rows, on the device of the ids. Raises UserError like `forward`.
         """
-        if self.is_placed and (self._forward_hooks or self._backward_hooks):
-            return self._in_shares(self(ids))  # hooks get and return one tensor, as without a split
         # Through __call__, so that hooks before the lookup see every one.
-        rows: Tensor | tuple[Tensor, ...] = self(ids, by_replica=True)
-        return [rows] if isinstance(rows, Tensor) else list(rows)  # a captured graph is not split
-
-    def _in_shares(self, rows_BXD: Tensor) -> list[Tensor]:
-        """Return each used replica's share of rows, on its device."""
-        assert self._placed is not None
-        devices, sizes_of = self._placed
-        shares = rows_BXD.split(list(sizes_of(len(rows_BXD))))
-        return [share.to(device, copy=True) for share, device in zip(shares, devices, strict=False)]
+        is_split = not (self._forward_hooks or self._backward_hooks)
+        rows: Tensor | tuple[Tensor, ...] = self(ids, by_replica=is_split)
+        return [rows] if isinstance(rows, Tensor) else list(rows)
 
     def _rows_on_device(self, weight: Tensor, share: Share) -> Tensor:
         counted = torch.is_grad_enabled()
@@ -339,13 +317,6 @@ class HostEmbedding(nn.Module):
             )
         rows_ND = DeviceRows.apply(rows_UD, *share.indices)
         return self._as_model(rows_ND.view(*share.shape, self.dim))
-
-    def row_gradients(self) -> tuple[Tensor, Tensor] | None:
-        """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None if no row has a gradient."""
-        if self.weight.grad is None:
-            return None
-        ids_U, grads_UD, _ = native.sum_rows([segment_of(self.weight)])
-        return (ids_U, grads_UD) if len(ids_U) else None
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"

@@ -62,8 +62,8 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     return list(made.values())
 
 
-Team, Lookup, Segment, Arrange, Sums, Table, Update, Bins, Pairs = _structs(
-    *("team", "lookup", "segment", "arrange", "sums", "table", "update", "bins", "pairs"),
+Team, Lookup, Segment, Arrange, Sums, Update, Bins, Pairs = _structs(
+    *("team", "lookup", "segment", "arrange", "sums", "update", "bins", "pairs"),
 )
 
 

@@ -60,15 +60,15 @@ struct lookup {
     int64_t *flat; /* out: a copy of the ids */
     int64_t wrong; /* out: position of the first id that is not a row, or count */
 };
-struct segment { /* ids of one table; the gradient of ids[n] is row n of `rows` */
+struct segment { /* the gradient of ids[n] is row n of `rows` */
     const int64_t *ids;
-    int64_t count, first_key, num_rows;
+    int64_t count;
     const char *rows;
     int64_t row_bytes;
 };
-struct arrange {
+struct arrange { /* ids of one table, which has `num_rows` rows */
     const struct segment *segments;
-    int64_t num_segments, count, num_keys;
+    int64_t num_segments, count, num_rows;
     uint64_t *words;   /* scratch, 2 x count */
     int64_t *unsorted; /* scratch, count: addresses of gradients; NULL if there is one segment */
     int64_t *keys;     /* out, room for count: unique, ascending */
@@ -85,23 +85,20 @@ struct sums { /* sums of gradients by row, for arranged ids */
     int64_t target_step; /* values from one row of target to the next */
     double *squares;     /* out: squared 2-norm of each sum; may be NULL */
 };
-struct table { /* mean, square: Adam's moments; Adagrad's sum is `square`. steps: of each row; for AdamW, the number of the
-                * table's update that last touched it */
-    int64_t first_key, num_rows;
-    void *rows, *mean, *square;
-    int64_t mean_values, square_values; /* of each row: its width, 1, or 0 if the rule has no such state */
-    int32_t *steps;
+struct update { /* of a table's rows. mean, square: Adam's moments; Adagrad's sum is `square`. steps: of each row; for
+                 * AdamW, the number of the table's update that last touched it */
+    struct team team;
+    struct arrange *arranged; /* in and out: the table's ids */
+    int64_t rule;
+    double lr, decay, eps, beta1, beta2;
+    int64_t stored, dim;
+    const double *fix1, *fix2; /* bias corrections 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) for k = 0 to last_fix */
+    int64_t last_fix, num_rows;
     int64_t updates; /* number of the table's updates, including this one */
     uint64_t noise;  /* seed of stochastic rounding, for bfloat16 */
-};
-struct update {
-    struct team team;
-    struct arrange *arranged; /* in and out: the tables' ids */
-    const struct table *tables;
-    int64_t num_tables, rule, stored, dim;
-    double lr, decay, eps, beta1, beta2;
-    const double *fix1, *fix2; /* bias corrections 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) for k = 0 to last_fix */
-    int64_t last_fix;
+    void *rows, *mean, *square;
+    int32_t *steps;
+    int64_t mean_values, square_values; /* of each row: its width, 1, or 0 if the rule has no such state */
 };
 struct bins { /* see EmbeddedBins */
     struct team team;
@@ -276,11 +273,11 @@ static int read_ids(struct arrange *a, struct digits *d)
         const struct segment segment = a->segments[s];
         for (int64_t n = 0; n < segment.count; n++, place++) {
             int64_t id = segment.ids[n];
-            if ((uint64_t)id >= (uint64_t)segment.num_rows) {
+            if ((uint64_t)id >= (uint64_t)a->num_rows) {
                 a->wrong_segment = s, a->wrong_place = n;
                 return 0;
             }
-            uint64_t key = (uint64_t)(id + segment.first_key);
+            uint64_t key = (uint64_t)id;
             d->ascending &= key >= last;
             last = key;
             a->words[place] = key << d->place_bits | (uint64_t)place;
@@ -323,7 +320,7 @@ static int bits_of(int64_t value)
 int arrange(struct arrange *a)
 {
     struct digits d = {.place_bits = bits_of(a->count), .ascending = 1};
-    int key_bits = bits_of(a->num_keys - 1);
+    int key_bits = bits_of(a->num_rows - 1);
     d.passes = (key_bits + DIGIT_BITS - 1) / DIGIT_BITS;
     a->wrong_segment = -1;
     a->num_unique = 0;
@@ -366,14 +363,13 @@ int sum_rows(struct sums *s)
 }
 
 /* Arrange the ids; then, in one pass over memory, sum each touched row's gradients, apply weight decay and the rule, and
- * write row and states. Returns 0, with the tables untouched, if `arrange` does or a key is beyond the last table. */
+ * write row and states. Returns 0, with the table untouched, if `arrange` does or an id is beyond the last row. */
 int update_rows(struct update *u)
 {
-    const struct table *last = u->tables + u->num_tables - 1;
     const struct arrange *a = u->arranged;
-    if (!arrange(u->arranged) || !fits(u->dim, u->stored) || u->num_tables < 1 || u->rule < 0 || u->rule >= RULES)
+    if (!arrange(u->arranged) || !fits(u->dim, u->stored) || u->rule < 0 || u->rule >= RULES)
         return 0;
-    if (a->num_unique && a->keys[a->num_unique - 1] >= last->first_key + last->num_rows)
+    if (a->num_unique && a->keys[a->num_unique - 1] >= u->num_rows)
         return 0;
     run(&u->team, BY_TYPE(updates, u->stored, u->dim), u, a->num_unique, block_of(u->dim * STORED_BYTES[u->stored]));
     return 1;

@@ -313,39 +313,35 @@ INLINE REAL OF(mean_square)(const struct OF(row) *r, int64_t dim)
 
 #include "rules.h"
 
-INLINE struct OF(row) OF(row_of)(const struct table *t, int64_t id, REAL *grad, int64_t dim)
+INLINE struct OF(row) OF(row_of)(const struct update *u, int64_t id, REAL *grad, int64_t dim)
 {
-    return (struct OF(row)){(STORED *)t->rows + id * dim,
-                            (REAL *)t->mean + id * t->mean_values,
-                            (REAL *)t->square + id * t->square_values,
+    return (struct OF(row)){(STORED *)u->rows + id * dim,
+                            (REAL *)u->mean + id * u->mean_values,
+                            (REAL *)u->square + id * u->square_values,
                             grad,
-                            t->steps + (t->steps ? id : 0),
-                            t->updates,
-                            (uint32_t)mixed(t->noise ^ (uint64_t)id)};
+                            u->steps + (u->steps ? id : 0),
+                            u->updates,
+                            (uint32_t)mixed(u->noise ^ (uint64_t)id)};
 }
 
-INLINE void OF(prefetch_row)(const struct table *t, int64_t id, int64_t dim)
+INLINE void OF(prefetch_row)(const struct update *u, int64_t id, int64_t dim)
 {
-    const struct OF(row) r = OF(row_of)(t, id, NULL, dim);
+    const struct OF(row) r = OF(row_of)(u, id, NULL, dim);
     prefetch_for_writing((const char *)r.weights, dim * (int64_t)sizeof(STORED));
-    prefetch_for_writing((const char *)r.mean, t->mean_values * (int64_t)sizeof(REAL));
-    prefetch_for_writing((const char *)r.square, t->square_values * (int64_t)sizeof(REAL));
-    if (t->steps)
+    prefetch_for_writing((const char *)r.mean, u->mean_values * (int64_t)sizeof(REAL));
+    prefetch_for_writing((const char *)r.square, u->square_values * (int64_t)sizeof(REAL));
+    if (u->steps)
         prefetch_for_writing((const char *)r.steps, 1);
 }
 
 INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int64_t dim)
 {
-    const struct table *t = u->tables, *end = u->tables + u->num_tables;
     const struct arrange *a = u->arranged;
     _Alignas(LINE) REAL sum[MAX_DIM];
     for (int64_t k = first; k < last; k++) {
-        int64_t key = a->keys[k], ahead = a->keys[MIN(k + ROWS_AHEAD, a->num_unique - 1)];
-        while (t + 1 < end && t[1].first_key <= key)
-            t++;
-        OF(prefetch_row)(t, MIN(ahead - t->first_key, t->num_rows - 1), dim);
+        OF(prefetch_row)(u, a->keys[MIN(k + ROWS_AHEAD, a->num_unique - 1)], dim);
         OF(sum_gradients)(a, k, sum, dim);
-        const struct OF(row) row = OF(row_of)(t, key - t->first_key, sum, dim);
+        const struct OF(row) row = OF(row_of)(u, a->keys[k], sum, dim);
 #define CASE(rule)                \
     case RULE(rule):              \
         OF(rule)(u, &row, dim);   \

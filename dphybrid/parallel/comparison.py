@@ -2,7 +2,7 @@
 
 Two copies of the model train on the batch, one with every region on one device, one with every region split.
 Both take two steps: the second starts from other weights and from what the first one wrote. Compared are
-what a forward writes into a region's module, the regions' outputs, and the gradients.
+the regions' buffers and outputs, and the gradients.
 """
 
 import copy
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,9 +27,6 @@ from dphybrid.parallel.nests import leaves
 from dphybrid.parallel.scattering import RowSource, SharedTable, connect, shared_tables
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
-
-_OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights", "_flat_weight_refs"}
-"""Names of torch's internal attributes of a module."""
 
 _Values = dict[tuple[str, str], list[Tensor]]
 """(module, quantity) -> its tensors."""
@@ -96,8 +92,6 @@ def notes_on(module: nn.Module) -> list[str]:
         if isinstance(part, _BatchNorm):
             why = "normalises each device's rows by themselves and keeps the first device's statistics; use "
             why += "GroupNorm or LayerNorm, or batches large enough for each device"
-        elif isinstance(part, _InstanceNorm) and part.track_running_stats:
-            why = "keeps the statistics of the first device's rows; use track_running_stats=False"
         elif isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
             why = "expects the batch on dim 1, but the split is on dim 0; set batch_first=True"
         else:
@@ -120,13 +114,11 @@ def _compare(model: nn.Module, batch: Any) -> None:
             raise UserError(f"check_split: works on one device and fails when split: {error}") from error
         if all(len(replicas) < 2 for replicas in split.replicas.values()):
             raise _NotCompared("no DataParallel was called with two rows or more")
-        _must_agree(whole.parameters(), [split.parameters()], split.eps)
         for name, replicas in split.replicas.items():
-            # All replicas but the first lose what forward writes to them, unless all write the same, as for a
-            # cache.
+            # All replicas but the first lose what forward writes to them, unless all write the same.
             if replicas:
-                states = [_state(name, replica) for replica in replicas]
-                _must_agree(_state(name, whole.regions[name].module), states, split.eps)
+                buffers = [_buffers(name, replica) for replica in replicas]
+                _must_agree(_buffers(name, whole.regions[name].module), buffers, split.eps)
         try:
             _must_agree(whole.values[0], split.values.values(), split.eps)
         except _Differs:
@@ -211,10 +203,6 @@ class _Trial(TorchDispatchMode):
         with self:
             self.outputs = _tensors(self.model(*args, **kwargs))
 
-    def parameters(self) -> _Values:
-        """Return the parameters of the copy and of its tables."""
-        return {(name, "its value"): [weight] for name, weight in self.model.named_parameters()}
-
     def gradients(self) -> _Values:
         """Return the gradients of a sum of the outputs in which each value has its own factor."""
         draws, factors = torch.Generator().manual_seed(0), list[Tensor]()
@@ -267,14 +255,14 @@ def _copied(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _state(name: str, module: nn.Module) -> _Values:
-    """Return the tensors in the buffers and attributes of a region's module."""
+def _buffers(name: str, module: nn.Module) -> _Values:
+    """Return the buffers of a region's module."""
     return {
-        (path, f"self.{key}, which forward writes and replicas lose,"): _tensors(value)
+        (path, f"self.{key}, which forward writes and replicas lose,"): [buffer]
         for path, part in module.named_modules(prefix=name)
         if not isinstance(part, RowSource)
-        for key, value in (part._buffers | vars(part)).items()
-        if key not in _OF_TORCH and key not in part._parameters
+        for key, buffer in part._buffers.items()
+        if buffer is not None
     }
 
 

@@ -23,7 +23,7 @@ from dphybrid.parallel.replication import (
 )
 from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, shared_tables, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, sizes_of_shares, split_sizes
-from dphybrid.util.compiling import is_exporting, outside_of_graphs
+from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.stages import stage
 
@@ -167,7 +167,7 @@ class DataParallel(nn.DataParallel):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
         output = module(*inputs, **kwargs)
-        if not is_exporting():  # torch.export runs no real batch
+        if not torch.compiler.is_compiling():  # a graph that is captured runs no real batch
             self._record.note(((size,), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 

@@ -99,10 +99,8 @@ def _join_tensors(
             f"a {rank}-dim tensor has no dim {dim} to join on; return one value per sample, such as "
             'a loss with reduction="none", and take the mean outside'
         )
-    if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):
-        raise _CannotJoin(
-            "a nested, CSR or other compressed tensor cannot be joined; return a padded or COO tensor"
-        )
+    if first.is_nested or first.layout is not torch.strided:
+        raise _CannotJoin("a nested or sparse tensor cannot be joined; return a padded or dense tensor")
     if sizes is not None:
         per_sample, rest = divmod(first.shape[dim], sizes[0])
         for output, size in zip(outputs, sizes, strict=True):

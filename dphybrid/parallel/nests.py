@@ -95,16 +95,6 @@ def leaves(value: object) -> list[Any]:
     return flatten(value)[0]
 
 
-def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for everything in a nest that is not a container."""
-    for keys, leaf in pytree.tree_flatten_with_path(value, is_leaf)[0]:
-        where = path + pytree.keystr(keys)
-        if (inner := attributes(leaf)) is None:
-            yield where, leaf
-        else:
-            yield from named_leaves(inner, where)
-
-
 def map_leaves(function: Callable[[Any], object], value: object) -> Any:
     """Return the nest with `function` applied to everything in it that is not a container."""
     of_value, rebuilt = flatten(value)
@@ -144,14 +134,6 @@ def batch_tensor(value: object) -> Tensor | Parts | None:
     return None
 
 
-def named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Any]]:
-    """Yield (path used in messages, leaf) for a call's arguments: `input 0`, or the keyword."""
-    for index, value in enumerate(args):
-        yield from named_leaves(value, f"input {index}")
-    for name, value in kwargs.items():
-        yield from named_leaves(value, name)
-
-
 def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> int | None:
     """Return the number of rows on `dim`, which is equal for all tensors, or None if there are none. 0-dim
     tensors are left out; every replica gets them.
@@ -166,13 +148,15 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     except UserError:
         pass  # raised below, with the path
     listed = []
-    for path, leaf in named_inputs(args, kwargs):
-        try:
-            rows = _num_rows(leaf, dim)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-        if rows is not None:
-            listed.append(f"{path}: {f'no dim {dim}' if rows == -1 else rows}")
+    for keys, held in pytree.tree_flatten_with_path((args, kwargs), is_leaf)[0]:
+        path = f"input{pytree.keystr(keys[1:])}"
+        for leaf in leaves(held):
+            try:
+                rows = _num_rows(leaf, dim)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+            if rows is not None:
+                listed.append(f"{path}: {f'no dim {dim}' if rows == -1 else rows}")
     raise UserError(
         f"tensors disagree on their rows (dim {dim}): {', '.join(listed)}; give each one row per sample, or "
         "wrap what all replicas share in Whole(...)"
@@ -187,16 +171,10 @@ def _num_rows(leaf: object, dim: int) -> int | None:
         if type(leaf) not in _PLAIN and not isinstance(leaf, Whole):
             _refuse_unsplittable(leaf)
         return None
-    if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
-        kind = "nested (jagged)" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+    if leaf.is_nested or leaf.layout is not torch.strided:
         raise UserError(
-            f"a {kind} tensor cannot be split; give a padded tensor, one in COO layout, or values and "
-            "offsets for each sample"
-        )
-    if leaf.is_sparse and leaf.requires_grad:
-        raise UserError(
-            "a sparse tensor that requires grad cannot be split (torch has no backward for it); give its "
-            "indices and values as separate inputs"
+            "a nested or sparse tensor cannot be split; give a padded or dense tensor, or values and offsets "
+            "for each sample"
         )
     if not leaf.dim():
         return None

@@ -54,7 +54,7 @@ def split(value: object, devices: Sequence[torch.device], sizes: list[int], dim:
 
 def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
     if isinstance(leaf, Tensor):
-        sections = _rows(leaf, sizes, dim) if leaf.dim() else [leaf] * len(devices)
+        sections = leaf.split(sizes, dim) if leaf.dim() else [leaf] * len(devices)
         # Copied even on the same device: an in-place first operation must not change the caller's batch.
         return [
             part.to(device, non_blocking=True, copy=True)
@@ -75,14 +75,6 @@ def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], di
             )
         return list(leaf.tensors)
     return [leaf] * len(devices)
-
-
-def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
-    if value.layout is not torch.sparse_coo:
-        return value.split(sizes, dim)
-    # Tensor.split returns views, which sparse tensors do not have.
-    starts = [sum(sizes[:j]) for j in range(len(sizes))]
-    return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 @runtime_checkable

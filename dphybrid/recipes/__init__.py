@@ -15,13 +15,11 @@ from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe, recipe_names
 
 if TYPE_CHECKING:
-    from dphybrid.embedding import DeclaresIds
     from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task, mean_of
     from dphybrid.training.step import Step
 
 _NEED_TORCH = {
-    "DeclaresIds": "dphybrid.embedding",
     "ModelContext": "dphybrid.recipes.context",
     "Step": "dphybrid.training.step",
     "Task": "dphybrid.training.metrics",
@@ -39,7 +37,6 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "DataConfig",
-    "DeclaresIds",
     "ModelConfig",
     "ModelContext",
     "Recipe",

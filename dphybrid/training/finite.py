@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import find_tables
+from dphybrid.embedding.gradients import segment_of
 from dphybrid.embedding.table import is_dense
 from dphybrid.embedding.weights import all_rows
 from dphybrid.training.checkpoint import how_to_continue
@@ -41,7 +42,7 @@ def not_finite(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clip
     clipped: whether gradients were scaled by their norm, which may be infinite although each one is finite.
     """
     tables, parameters = find_tables(model), _parameters(model)
-    gradients = {name: rows for name, table in tables.items() if (rows := table.row_gradients()) is not None}
+    gradients = {n: segment_of(t.weight)[:2] for n, t in tables.items() if t.weight.grad is not None}
     problem = _first_problem(
         [
             *((f"the batch's {name}", value, None) for name, value in batch.items()),

@@ -1,11 +1,10 @@
 """A batch in parts, which take less memory (train.accumulate)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from dphybrid.embedding import DeclaresIds
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.util.errors import UserError
 
@@ -52,9 +51,9 @@ def ids_of_parts(
 ) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | Sequence[Tensor]]] | None:
     """Return a function from a batch that is computed in `count` parts to the ids that it looks up: those of
     each part, because the pipeline fetches rows for each lookup. None if the model declares none."""
-    if not isinstance(model, DeclaresIds):
+    if not hasattr(model, "table_ids"):
         return None
-    table_ids = model.table_ids
+    table_ids: Any = model.table_ids
 
     def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
         parts = [table_ids(part) for part in parts_of(batch, count, model)]

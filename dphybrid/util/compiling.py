@@ -58,12 +58,6 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def is_exporting() -> bool:
-    """Return whether torch.export traces this."""
-    # Not torch.compiler.is_exporting(): to torch 2.11's compiler it is True in each graph.
-    return torch.compiler._is_exporting_flag
-
-
 def profiler_looks_on() -> bool:
     """Return whether torch's profiler is running."""
     # Not torch.autograd._profiler_enabled(): it is False for a profile of all threads.

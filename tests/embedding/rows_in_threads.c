@@ -55,16 +55,16 @@ static void train(struct team team, int64_t stored, int64_t rule, int64_t width,
         ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
     struct lookup lookup = {.team = team, .ids = ids, .count = IDS, .rows = rows, .num_rows = ROWS, .dim = width,
                             .stored = stored, .out = grads, .flat = flat};
-    struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, width * REAL_BYTES[stored]};
-    struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
+    struct segment segment = {flat, IDS, (const char *)grads, width * REAL_BYTES[stored]};
+    struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_rows = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
     const int one = rule == RULE_adagrad || rule == RULE_adam; /* a number a row */
-    struct table table = {0, ROWS, rows, mean, square, width, one ? 1 : width, steps, 1, 7};
     if (!look_up(&lookup) || !arrange(&arranged))
         abort();
     static double sums[ROWS * WIDEST], squares[ROWS];
     struct sums sum = {team, &arranged, width, stored == BFLOAT16 ? FLOAT32 : stored, sums, width, squares};
-    struct update update = {team, &arranged, &table, 1, rule, stored, width, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
+    struct update update = {team, &arranged, rule, 0.1, 0.01, 1e-8, 0.9, 0.99, stored, width, fix, fix, 1, ROWS,
+                            1, 7, rows, mean, square, steps, width, one ? 1 : width};
     if (!sum_rows(&sum))
         abort();
     int64_t count = arranged.num_unique, block = block_of(width * STORED_BYTES[stored]);

@@ -2,8 +2,6 @@
 tables."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from dphybrid.config import TableConfig
-from dphybrid.embedding import (
-    HostEmbedding,
-    RowOptimizer,
-    row_optimizer,
-)
+from dphybrid.embedding import HostEmbedding, row_optimizer
 from dphybrid.embedding.storage import StartValues
 from dphybrid.kernels import RULE_NUMBERS
 from dphybrid.util.row_rules import RULES
-from tests.conftest import REPOSITORY
 
 
 def test_config_optimizers_and_kernels_follow_one_table_of_rules() -> None:
@@ -74,8 +66,8 @@ REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_steps_are_those_of_an_optimizer_with_a_parameter_a_row(
     kind: str, dtype: torch.dtype, dim: int
 ) -> None:
-    steps = 60 if dtype == torch.float64 else 4  # 1 - 0.5 ** k is 1 from k = 54 on
-    options: dict[str, Any] = {"betas": (0.5, 0.999)} if "adam" in kind else {}
+    steps = 16 if dtype == torch.float64 else 4  # 1 - 0.05 ** k is 1 from k = 13 on
+    options: dict[str, Any] = {"betas": (0.05, 0.999)} if "adam" in kind else {}
     table = HostEmbedding(20, dim, dtype=dtype, padding_idx=3, seed=1)
     optimizer = row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.02, **options)
     rows = [nn.Parameter(row.double()) for row in table.weight.detach().clone()]
@@ -140,62 +132,6 @@ def test_start_values_are_normal_and_depend_on_seed_and_place_alone() -> None:
     assert 2.2 < float(sorted_N[-1]) < 2.8
     for one, other in ((whole[:-1], whole[1:]), (whole[:, :-1], whole[:, 1:])):
         assert abs(float((one * other).mean() / 0.25)) < 4 / math.sqrt(one.numel())
-
-
-class Rows(Dataset[Tensor]):
-    def __init__(self, table: HostEmbedding) -> None:
-        self.table = table
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, number: int) -> Tensor:
-        torch.set_num_threads(2)  # as a careless data set would
-        with torch.no_grad():
-            rows: Tensor = self.table(torch.arange(9000).roll(number))
-        return rows
-
-
-def look_up_in_forked_workers() -> None:
-    with threads(2):
-        table = HostEmbedding(9000, 16, seed=0)
-        table(torch.arange(9000))  # the team exists before the fork
-        loader = DataLoader(
-            Rows(table), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
-        )
-        for number, rows in enumerate(loader):
-            assert torch.equal(rows, table.weight.roll(number, 0))
-
-
-def test_forked_workers_of_a_loader_look_up_too() -> None:
-    # A process of its own: forks of one that has run a Prefect flow end with an error of Prefect's threads.
-    code = "from tests.embedding.test_kernels import look_up_in_forked_workers as f; f()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=180)
-
-
-def test_many_tables_are_updated_in_one_go_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(each: Callable[[dict[str, HostEmbedding]], list[RowOptimizer]]) -> list[Tensor]:
-        tables = {f"t{n}": HostEmbedding(100 + n, 8, seed=n, padding_idx=n % 3 or None) for n in range(9)}
-        tables["wide"] = HostEmbedding(50, 12, seed=0)
-        optimizers = each(tables)
-        for step in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for number, table in enumerate(tables.values()):
-                if (step + number) % 4:
-                    ids = torch.randint(
-                        0, 50, (30,), generator=torch.Generator().manual_seed(10 * step + number)
-                    )
-                    (table(ids).square().sum() + table(ids[:3] // 2).sum()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        return [table.weight for table in tables.values()]
-
-    together = train(lambda tables: [row_optimizer("adam", tables, lr=0.1)])
-    alone = train(
-        lambda tables: [row_optimizer("adam", {name: table}, lr=0.1) for name, table in tables.items()]
-    )
-    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
 def test_rounding_depends_on_step_row_and_column_alone() -> None:

@@ -101,7 +101,6 @@ def resident(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "devices"), [("gemma", "cpu*2"), ("qwen", "cpu")])
-@pytest.mark.filterwarnings("ignore:RowPipeline")  # Qwen computes its ids inside of its forward
 def test_losses_are_those_of_resident_tables_resumed_and_fetched_ahead(
     name: str, devices: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ def test_without_a_gpu_no_worker_takes_turns_with_the_step() -> None:
             assert not [thread for thread in threading.enumerate() if thread.name == "dphybrid-rows"]
             rows_of(table, torch.tensor([1, 2]))
     counters = pipeline.counters()
-    assert counters["ids"] == 6
+    assert counters["unique"] == 6
     assert counters["prepared"] == counters["prepare_ms"] == 0
 
 
@@ -59,22 +59,11 @@ def test_a_few_changed_rows_are_read_again_one_by_one() -> None:
 def test_wrong_ids_and_unknown_tables_are_named() -> None:
     table = placed(10, 2, name="words")
     pipeline = AlwaysAhead({"t": table})
-    (wrong,) = pipeline.prefetch([torch.tensor([1, 10])], lambda ids: {"t": ids})
+    _, wrong = pipeline.prefetch([torch.tensor([1, 2]), torch.tensor([1, 10])], lambda ids: {"t": ids})
     with pytest.raises(ValueError, match=r"'words': id 10 at position \[1\]"):
         table.replica_rows(wrong)  # not before: the step before might have made the table longer
-    with pytest.raises(ValueError, match=r"\['other'\].* it has t"):
+    with pytest.raises(ValueError, match=r"ids of \['other'\]; return \{table name: ids\}, with the names t"):
         list(pipeline.prefetch([torch.tensor([1])], lambda ids: {"other": ids}))
-
-
-def test_without_declared_ids_nothing_is_fetched_ahead_and_one_line_says_so() -> None:
-    table, batches = placed(10, 2), [torch.tensor([1, 2])] * 3
-    pipeline = AlwaysAhead({"t": table})
-    with pytest.warns(RuntimeWarning, match="the ids are not declared; give prefetch a function"):
-        first = [len(rows_of(table, ids)) for ids in pipeline.prefetch(batches)]
-    assert (
-        first == [len(rows_of(table, ids)) for ids in pipeline.prefetch(batches)] == [2, 2, 2]
-    )  # says it once
-    assert pipeline.counters()["prepared"] == 0
 
 
 LOOPS = pytest.mark.parametrize(
@@ -114,8 +103,10 @@ def test_a_source_may_refill_its_memory(split: bool, mode: str) -> None:
 def test_leaving_the_loop_ends_the_worker(error: type[BaseException]) -> None:
     def leave() -> None:
         with AlwaysAhead({"t": placed(10, 2)}) as pipeline:
-            for _ in pipeline.prefetch((torch.tensor([n % 10]) for n in range(1000)), lambda ids: {"t": ids}):
-                raise error
+            source = (torch.tensor([n % 10]) for n in range(1000))
+            for number, _ in enumerate(pipeline.prefetch(source, lambda ids: {"t": ids})):
+                if number == 2:
+                    raise error
 
     with pytest.raises(error):
         leave()
@@ -159,7 +150,8 @@ def test_a_loop_that_goes_on_after_closing_ends_with_an_error() -> None:
     batches = [torch.arange(2)] * 4
     pipeline = AlwaysAhead({"t": placed(10, 2)})
     given = pipeline.prefetch(batches, lambda ids: {"t": ids})
-    assert torch.equal(next(given), batches[0])
+    for _ in range(2):
+        assert torch.equal(next(given), batches[0])
     pipeline.close()
     with pytest.raises(ValueError, match="closed while a loop draws its batches"):
         next(given)
@@ -174,28 +166,25 @@ def assert_no_worker() -> None:
 def test_counters_tell_what_moved() -> None:
     table = placed(100, 4)
     rows = row_optimizer("sgd", {"t": table}, lr=0.1)
-    batches = [torch.tensor([[1, 2], [2, 2], [3, 1], [1, 1]]), torch.tensor([[5, 2], [6, 7], [8, 9], [9, 9]])]
+    first, last = (
+        torch.tensor([[1, 2], [2, 2], [3, 1], [1, 1]]),
+        torch.tensor([[5, 2], [6, 7], [8, 9], [9, 9]]),
+    )
     with AlwaysAhead({"t": table}) as pipeline:
-        for ids in pipeline.prefetch(batches, lambda ids: {"t": ids}):
+        for ids in pipeline.prefetch([first, first, last], lambda ids: {"t": ids}):
             rows.zero_grad()
             sum(part.sum() for part in table.replica_rows(ids)).backward()
             rows.step()
             with torch.no_grad():
                 table.replica_rows(ids)
         found = pipeline.counters(steps=2)
-        assert pipeline.counters()["ids"] == 0
-    assert found["ids"] == 8
-    assert found["unique"] == (2 + 2 + 4 + 2) / 2
-    assert found["unique_ratio"] == 10 / 16
-    assert found["prepared_ratio"] == 1
-    # Row 2 is the one that the second batch shares with the first.
+        assert pipeline.counters()["unique"] == 0
+    assert found["unique"] == (2 + 2 + 2 + 2 + 4 + 2) / 2
+    assert found["prepared_ratio"] == 10 / 14  # all but those of the first batch
+    # Row 2 is the one that the last batch shares with the one before.
     assert found["repaired"] <= 0.5
-    row, index = 4 * 4, 4
-    assert found["bytes_gathered"] == 5 * row
-    assert found["bytes_from_devices"] == 5 * row
-    assert found["bytes_to_devices"] >= 5 * row + 2 * 8 * index + 5 * index
-    for name in ("dedup_ms", "gather_ms", "update_ms", "prepare_ms", "wait_ms"):
-        assert found[name] > 0, name
+    assert found["prepare_ms"] > 0
+    assert found["wait_ms"] > 0
 
 
 def broken_source() -> Iterator[torch.Tensor]:
@@ -214,7 +203,7 @@ def broken_ids(batch: torch.Tensor) -> dict[str, torch.Tensor]:
         ([torch.tensor([4])], broken_ids, 0, r"no ids for \[4\]", "broken_ids"),
     ],
 )
-def test_an_error_in_the_worker_is_raised_where_its_batch_would_have_come(
+def test_an_error_in_the_worker_is_raised_at_its_batch(
     source: Any, ids_of: Any, good: int, words: str, place: str
 ) -> None:
     seen = list[torch.Tensor]()

@@ -286,7 +286,7 @@ def large(program: Program, count: int) -> list[Tensor]:
     """A program on a table alone, whose batches are large enough for a team of threads."""
     dtype, real = program.dtype, torch.float64 if program.dtype == torch.float64 else torch.float32
     with threads(count):
-        table = HostEmbedding(5000, max(16, 4 * program.dim), dtype=dtype, padding_idx=3, seed=1)
+        table = HostEmbedding(5000, 16 + program.dim, dtype=dtype, padding_idx=3, seed=1)
         rows = row_optimizer(program.rule, nn.ModuleDict({"t": table}), lr=0.05, weight_decay=0.01)
         for step, deeds in enumerate(program.deeds[:3]):
             draw = torch.Generator().manual_seed(step)

@@ -46,10 +46,8 @@ def test_what_the_engine_did_is_on_record(
     lines = (data_dir / "runs" / report.run_name / "record.jsonl").read_text().splitlines()
     last = [row for row in map(json.loads, lines) if "embedding/prepared_ratio" in row][-1]
     assert last["embedding/prepared_ratio"] == 1
-    assert 0 < last["embedding/unique_ratio"] < 1
     assert 0 < last["embedding/conflict_ratio"] <= 1
-    assert 0 < last["embedding/bytes_from_devices"] < last["embedding/bytes_to_devices"]
-    for stage in ("dedup", "gather", "d2h", "update", "repair", "prepare", "wait"):
+    for stage in ("d2h", "prepare", "wait"):
         assert last[f"embedding/{stage}_ms"] >= 0
 
 

@@ -38,7 +38,7 @@ for threads in (1, 2):
             for kind in RULES:
                 table = HostEmbedding(50, dim, dtype=dtype, padding_idx=3, seed=0)
                 other = HostEmbedding(9, dim, dtype=dtype, name="other", seed=0)
-                rows = row_optimizer(kind, [table, other], lr=0.1, weight_decay=0.01)
+                rows = row_optimizer(kind, {"t": table, "other": other}, lr=0.1, weight_decay=0.01)
                 for count in (0, 700):
                     ids = torch.randint(0, 50, (count,), generator=generator)
                     (table(ids).square().sum() + table(ids[1:]).sum() + other(ids % 9).sum()).backward()

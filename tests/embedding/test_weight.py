@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dphybrid.embedding import (
     HostEmbedding,
@@ -16,8 +17,6 @@ from dphybrid.embedding import (
     dense_parameters,
     row_optimizer,
 )
-from dphybrid.embedding.gradients import rows_op
-from dphybrid.parallel import DataParallel
 from dphybrid.util.errors import UserError
 
 
@@ -27,7 +26,7 @@ def changed(table: HostEmbedding, before: Tensor) -> list[int]:
 
 
 def trained(table: HostEmbedding, lr: float = 1.0) -> tuple[RowOptimizer, Tensor]:
-    return row_optimizer("sgd", table.parameters(), lr=lr), table.weight.detach().clone()
+    return row_optimizer("sgd", table, lr=lr), table.weight.detach().clone()
 
 
 def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:
@@ -57,39 +56,18 @@ def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:
         torch.func.functional_call(model, {"0.weight": short}, (ids,))
 
 
-class LookedUp(nn.Module):
-    """The idiom of the pages: a region looks its rows up."""
-
-    def __init__(self, devices: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.net = HostEmbedding(10, 4), DataParallel(nn.Linear(4, 1), devices)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.net(self.net.rows(self.table, ids))
-        return out
-
-
-def test_graphs_hold_a_lookup_as_one_operation() -> None:
+def test_a_lookup_in_graphs_is_that_of_torch() -> None:
     with torch.device("meta"):
         assert HostEmbedding(1000, 8).weight.device.type == "cpu"
-    model, ids = nn.Sequential(HostEmbedding(10, 4), nn.Linear(4, 1)), torch.tensor([1, 2])
+    model, ids = nn.Sequential(HostEmbedding(10, 4, 2), nn.Linear(4, 1)), torch.tensor([1, 2])
     other = torch.tensor([3, 4])
     wanted = model(other)
     assert torch.equal(torch.export.export(model, (ids,)).module()(other), wanted)
     assert torch.equal(torch.jit.trace(model, (ids,))(other), wanted)
     assert torch.equal(make_fx(model)(ids)(other), wanted)
-    looked_up = LookedUp("cpu").eval()
-    program = torch.export.export(
-        looked_up, (ids,), dynamic_shapes={"ids": {0: torch.export.Dim("B", min=2)}}
-    )
-    assert torch.equal(program.module()(torch.arange(5)), looked_up(torch.arange(5)))
-    assert torch.equal(torch.export.export(LookedUp("cpu*2"), (ids,)).module()(other), LookedUp("cpu")(other))
-    assert rows_op(torch.empty(10, 4, device="meta"), ids.to("meta")).shape == (2, 4)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(other), wanted)
-    torch.compile(model, backend="aot_eager")(ids).sum().backward()
-    assert model[0].weight.grad.coalesce().indices().tolist() == [[1, 2]]
+    with FlopCounterMode(display=False):
+        model(ids).sum().backward()
+    assert model[0].weight.grad.coalesce().to_dense().any(1).nonzero().tolist() == [[1]]
 
 
 def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:
@@ -106,12 +84,13 @@ def test_a_clipped_gradient_is_clipped_once() -> None:
     table(ids).backward(grads)
     assert float(clip_grad_norm_(table.parameters(), 1.0)) == pytest.approx(2.0)
     table(ids).backward(grads)
-    torch.testing.assert_close(table.row_gradients()[1], torch.full((1, 4), 1.5), rtol=0, atol=1e-5)
+    grad = table.weight.grad.coalesce()
+    torch.testing.assert_close(grad.values(), torch.full((1, 4), 1.5), rtol=0, atol=1e-5)
 
 
 def test_state_and_groups_are_read_in_each_step() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([1])
-    rows = row_optimizer("adagrad", table.parameters(), lr=1.0)
+    rows = row_optimizer("adagrad", table, lr=1.0)
     table(ids).backward(torch.ones(1, 4))
     for _ in range(2):
         before = table.weight.detach().clone()
@@ -141,7 +120,7 @@ def test_a_weight_used_as_a_whole_trains_all_rows() -> None:
     table, plain = HostEmbedding(8, 4, dtype=torch.float64), nn.Embedding(8, 4, dtype=torch.float64)
     plain.weight.data.copy_(table.weight)
     rows, other = (
-        row_optimizer("sgd", table.parameters(), lr=0.1),
+        row_optimizer("sgd", table, lr=0.1),
         torch.optim.SGD(plain.parameters(), lr=0.1),
     )
     for embedding, optimizer in ((table, rows), (plain, other)):
@@ -182,8 +161,8 @@ def test_betas_without_a_correction_are_refused_whenever_they_are_set() -> None:
     table = HostEmbedding(8, 4)
     for betas in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)):
         with pytest.raises(UserError, match="betas"):
-            row_optimizer("adam", table.parameters(), betas=betas)
-    rows, before = row_optimizer("adam", table.parameters()), table.weight.detach().clone()
+            row_optimizer("adam", table, betas=betas)
+    rows, before = row_optimizer("adam", table), table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     rows.param_groups[0]["betas"] = (1.0, 0.999)
     with pytest.raises(UserError, match=r"betas=\(1.0, 0.999\)"):

@@ -68,7 +68,7 @@ def test_padding_has_no_gradient_however_it_is_made(devices: str) -> None:
     torch.manual_seed(0)
     table = HostEmbedding(ROWS, DIM, 0, dtype=torch.float64)
     region, before = DataParallel(layers(), devices), table.weight.detach().clone()
-    torch.compile(table, backend="eager")(IDS).sum().backward()
+    table(IDS).sum().backward()
     region(region.rows(table, IDS)).sum().backward()
     assert table.weight.grad is not None
     assert 0 not in table.weight.grad._indices()[0].tolist()

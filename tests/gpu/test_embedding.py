@@ -202,14 +202,10 @@ def test_rows_and_gradients_are_where_they_belong_and_counted() -> None:
     assert [part.device for part in rows] == devices[: len(rows)]
     assert torch.equal(torch.cat([part.cpu() for part in rows]), table.weight[ids])
     sum(part.square().sum().cpu() for part in rows).backward()
-    found = table.row_gradients()
-    assert found[1].device.type == "cpu"
-    torch.testing.assert_close(found[1], 8 * table.weight[:20])
-    torch.cuda.synchronize()
-    totals = table.counters
-    shares = ids.chunk(len(devices))
-    assert totals.bytes_from_devices == DIM * 4 * sum(len(share.unique()) for share in shares)
-    assert totals.bytes_to_devices > totals.bytes_from_devices
+    gradient = table.weight.grad
+    assert gradient.device.type == "cpu"
+    torch.testing.assert_close(gradient.to_dense()[:20], 8 * table.weight.detach()[:20])
+    assert table.counters.unique == sum(len(share.unique()) for share in ids.chunk(len(devices)))
 
 
 @needs_gpu

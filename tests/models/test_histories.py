@@ -111,12 +111,10 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, devices: str, 
     (torch.stack(losses).sum() / sum(counts)).backward()
     for name, parameter in region.named_parameters():
         torch.testing.assert_close(parameter.grad, dense[name].grad, rtol=1e-7, atol=1e-10)
-    gradients = model.inputs.row_gradients()
-    assert gradients is not None
     assert weight.grad is not None
     whole = weight.grad.clone()
     whole[padding] = 0  # never trained
-    torch.testing.assert_close(gradients[1], whole[gradients[0]], rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(model.inputs.weight.grad.to_dense(), whole, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,9 +191,7 @@ def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) 
     wanted = inputs.grad
     assert wanted is not None
     wanted[data.info["num_items"]] = 0  # the padding
-    gradients = model.inputs.row_gradients()
-    assert gradients is not None
-    torch.testing.assert_close(gradients[1], wanted[gradients[0]], rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(model.inputs.weight.grad.to_dense(), wanted, rtol=1e-7, atol=1e-10)
     catalog = model.eval().catalog()[items_C]
     torch.testing.assert_close(catalog, torch.cat([vectors_CD, bias_C[:, None]], 1).float())
 
@@ -213,15 +209,16 @@ def test_prefetching_changes_no_bit(kind: str, softmax: str, tmp_path: Path) -> 
             warnings.simplefilter("error")
             for epoch in range(2):
                 source = find_recipe("retrieval").training_rows(data.dataset("train"), data.info, o)
-                for batch in pipeline.prefetch(batches(source, 10, seed=0, epoch=epoch, shuffle=True)):
+                shuffled = batches(source, 10, seed=0, epoch=epoch, shuffle=True)
+                for batch in pipeline.prefetch(shuffled, model.table_ids):
                     out = model(batch)
                     (out["loss"].sum() / out["weight"].sum()).backward()
                     for one in (optimizer, rows):
                         one.step()
                         one.zero_grad()
-            # Nothing but the first batch of all is looked up on the spot.
+            # Nothing but the first batch of each loop is looked up on the spot.
             counted = pipeline.counters()
-            assert mode == "off" or counted["prepared"] > 0.8 * counted["unique"]
+            assert mode == "off" or counted["prepared"] > 0.5 * counted["unique"]
         found.append(model.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

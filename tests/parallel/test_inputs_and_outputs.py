@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from dphybrid.parallel import DataParallel, Whole
-from dphybrid.util.errors import UserError
-from tests.parallel.zoo import MODES, Does, Mirrored, Running
+from tests.parallel.zoo import MODES, Does, Running
 
 SAMPLES = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-
-
-def test_an_unknown_container_is_refused_as_input_and_as_output() -> None:
-    with pytest.raises(UserError, match="a Mirrored cannot be joined"):
-        DataParallel(Does(lambda x: Mirrored(logits=x)), "cpu*2")(SAMPLES)
-    with pytest.raises(UserError, match="a Mirrored carries tensors"):
-        DataParallel(Does(lambda x: x["logits"]), "cpu*2")(Mirrored(logits=SAMPLES))
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])

@@ -1,7 +1,6 @@
 """`rows = net.rows(table, ids)`: each replica gets its share's rows, all of them fetched ahead by
 `RowPipeline`."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +20,11 @@ BATCHES = [
 class Looks(nn.Module):
     """Two ids a sample into one number."""
 
-    def __init__(self, devices: str, declares: bool = False) -> None:
+    def __init__(self, devices: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table = HostEmbedding(60, 4, seed=1)
         self.net = DataParallel(nn.Sequential(nn.Flatten(), nn.Linear(8, 1)), devices)
-        if declares:
-            self.table_ids = lambda batch: {"table": batch}
 
     def forward(self, ids_B2: Tensor) -> Tensor:
         out: Tensor = self.net(self.net.rows(self.table, ids_B2))
@@ -36,8 +33,7 @@ class Looks(nn.Module):
 
 def train(
     model: nn.Module,
-    ids_of: Callable[[Tensor], Any] | None,
-    source: Any = BATCHES,
+    ids_of: Callable[[Tensor], Any],
     epochs: int = 1,
     **options: Any,
 ) -> dict[str, float]:
@@ -46,7 +42,7 @@ def train(
     dense = torch.optim.SGD(model.net.parameters(), lr=0.1)  # type: ignore[union-attr]
     with RowPipeline(model, **options) as pipeline:
         for _ in range(epochs):
-            for batch in pipeline.prefetch(source, ids_of):
+            for batch in pipeline.prefetch(BATCHES, ids_of):
                 dense.zero_grad()
                 rows.zero_grad()
                 model(batch).square().mean().backward()
@@ -63,44 +59,21 @@ def unique(batch: Tensor, shares: int) -> int:
     return sum(len(share.unique()) for share in batch.chunk(shares))
 
 
-@pytest.mark.parametrize("declares", [False, True])
-def test_all_rows_but_those_of_the_first_batch_come_prepared(declares: bool) -> None:
-    model = Looks("cpu*3", declares)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        counted = train(model, None if declares else announced, on_cpu=True, epochs=2)
+def test_all_rows_but_those_of_the_first_batch_come_prepared() -> None:
+    counted = train(Looks("cpu*3"), announced, on_cpu=True, epochs=2)
     each = [unique(batch, 3) for batch in BATCHES]
     assert counted["unique"] == 2 * sum(each)
-    assert counted["prepared"] == 2 * sum(each) - each[0]
-
-
-class Plainly(Looks):
-    """Looks up without saying where the rows go."""
-
-    def forward(self, ids_B2: Tensor) -> Tensor:
-        out: Tensor = self.net(self.table(ids_B2))
-        return out
+    assert counted["prepared"] == 2 * sum(each[1:])
 
 
 def test_slips_of_a_call_are_told_by_name() -> None:
     model = Looks("cpu*2")
     with pytest.raises(UserError, match="table 'table': one id, 3, cannot be split"):
         model.net.rows(model.table, torch.tensor(3))
-    with pytest.raises(UserError, match=r"ids of a batch are a Tensor; return \{table name: ids\}"):
+    with pytest.raises(UserError, match=r"ids of a Tensor; return \{table name: ids\}"):
         train(model, lambda ids: ids, on_cpu=True)
     with pytest.raises(UserError, match="row optimizer 'Adam': use one of sgd, adagrad"):
         row_optimizer("Adam", model.table)
-
-
-def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(Looks("cpu"), announced, on_cpu=True)  # rows are where they belong
-        train(Plainly("cpu*2"), None, mode="off", on_cpu=True)
-        looks = Looks("cpu*2")
-        with torch.no_grad(), RowPipeline(looks, on_cpu=True) as pipeline:  # evaluates
-            assert len([looks(batch) for batch in pipeline.prefetch(BATCHES)]) == len(BATCHES)
-            assert not list(pipeline.prefetch([]))
 
 
 def test_a_table_of_two_regions_delivers_to_both_or_is_refused() -> None:

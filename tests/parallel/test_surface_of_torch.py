@@ -187,15 +187,6 @@ def test_containers_come_and_go_as_they_are(name: str, mode: Any) -> None:
     assert repr(calls(x)) == repr(given)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_sparse_inputs_are_split(mode: Any) -> None:
-    dense = torch.eye(5, dtype=torch.float64)[:, :4]
-    wrapped = Running(Does(lambda x: x.to_dense() * 2 if x.is_sparse else x), "cpu*3", mode=mode)
-    assert torch.equal(wrapped(dense.to_sparse()), 2 * dense)
-    coo = Running(Does(lambda x: x), "cpu*3", mode=mode)(dense.to_sparse())
-    assert torch.equal(coo.to_dense(), dense)
-
-
 # Habits
 
 

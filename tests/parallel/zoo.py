@@ -34,14 +34,6 @@ class Running(DataParallel):
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)], self.mode)
 
 
-class Mirrored(dict):  # type: ignore[type-arg]
-    """A dict whose items are attributes, too."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        vars(self).update(items)
-
-
 def mlp_batchnorm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 

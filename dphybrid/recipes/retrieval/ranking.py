@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dphybrid.embedding.ranking import Best, offsets_in, score_blocks
+from dphybrid.embedding.ranking import Best, score_blocks
 from dphybrid.training.metrics import Task
 
 
@@ -29,8 +29,9 @@ def rank_held(users_BE: Tensor, items_VE: Tensor, batch: dict[str, Tensor], dept
     for start, scores_BV in score_blocks(users_BE, items_VE, seen_BS):
         best.add(start, scores_BV)
         total_B = torch.logaddexp(total_B, scores_BV.logsumexp(1))
-        offset_BH = offsets_in(held_BH, start, scores_BV.shape[1])
         # For a held-out item of another block the place is that of the padded column, which adds 0.
+        offset_BH, size = held_BH - start, scores_BV.shape[1]
+        offset_BH = offset_BH.where((offset_BH >= 0) & (offset_BH < size), size)
         held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, offset_BH)
     is_held_BH = held_BH < len(items_VE)  # the others are padding
     loss_BH = (total_B.unsqueeze(1) - held_scores_BH) * is_held_BH
