@@ -5,13 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
-from dphybrid.data.batches import FirstRows
-from dphybrid.data.table.frames import rows_of
+from dphybrid.data.batches import Array
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import new_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.recipe import Recipe
@@ -84,6 +88,26 @@ class _CountingEngine(Engine):
         return super().asked(stop)
 
 
+class _FirstRows(Dataset):
+    """The first `num` samples of a data set."""
+
+    def __init__(self, rows: Dataset, num: int) -> None:
+        self.rows, self.num = rows, num
+
+    def __len__(self) -> int:
+        return min(self.num, len(self.rows))
+
+    def __getattr__(self, name: str) -> Any:
+        # What a recipe's own data set has beside its samples, such as its arrays.
+        return getattr(vars(self).get("rows"), name)
+
+    def at_epoch(self, seed: int, epoch: int) -> "_FirstRows":
+        return _FirstRows(self.rows.at_epoch(seed, epoch), self.num)
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        return self.rows.fetch(index_B)
+
+
 @contextmanager
 def _settings_apart() -> Iterator[Settings]:
     settings = load_settings()
@@ -104,7 +128,7 @@ def _sampled(whole: Experiment) -> Experiment:
     view, rows = whole.data.dataset, 2 * batch + max(1, batch // 2)
 
     def sample(_: Prepared, part: str) -> Dataset:
-        return FirstRows(view(part), rows)
+        return _FirstRows(view(part), rows)
 
     return replace(_changed(whole, **train), data=replace(whole.data, view=sample), devices="cpu*2")
 
@@ -151,7 +175,7 @@ def _check_metrics(sample: Experiment) -> None:
 def _check_predictions(sample: Experiment, checkpoint: Path) -> None:
     rows, data = dict(sample.recipe.example), sample.config.data
     if not rows and isinstance(data, TableDataConfig) and data.path is not None:
-        with rows_of(data.path, data) as found:
+        with new_rows(find_files(data.path, "data.path"), data, whole=True) as found:
             rows = found.frame.head(8).collect().to_dict(as_series=False)
     if not rows:
         return

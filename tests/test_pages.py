@@ -80,4 +80,3 @@ def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.Captur
     auc = roc_auc_score(answers, scored["probability"])
     assert auc > 0.55  # of 1,500 rows
     assert re.search(rf"auc .decides. +{auc:.4f}", told["evaluate"])
-    assert Path("schema.toml").read_text().count("role") >= 5

@@ -19,7 +19,6 @@ COLUMN_FIELDS = ("label", "weight", "split_column")
 """Fields that name a single column."""
 ROLE_FIELDS = {
     "numeric": "numeric",
-    "whole": "whole",
     "times": "time",
     "categorical": "categorical",
     "bags": "bag",
@@ -80,9 +79,8 @@ class RowFiles(DelimitedFiles):
     """Further texts that mean "no value", separated by commas, besides the empty text, ?, NA, NaN, None,
     null and the like. --data.missing '' reads all but the empty text as values. Write --data.missing=-1 for a
     text that begins with a minus."""
-    decimal: Literal["auto", ".", ","] = "auto"
-    """Decimal mark of numbers; auto: a comma if commas do not separate the columns and it makes more columns
-    numbers, else a point."""
+    decimal: Literal[".", ","] = "."
+    """Decimal mark of numbers."""
     dateformat: str = ""
     """How dates and times are written, such as %d/%m/%Y or %m/%d/%Y %H:%M. Empty: ISO 8601."""
 
@@ -110,16 +108,12 @@ class TableDataConfig(RowFiles):
     """Type of the label. auto: binary with two values; multiclass with texts, or with up to 20 whole numbers
     below 100; regression with other numbers."""
     weight: str | None = None
-    """Column with each row's weight in loss and metrics, a number of 0 or more; it is not a feature."""
-    schema_file: str | None = None
-    """File with the columns' roles and encodings, such as an edited schema.toml of a prepared folder."""
+    """Column with each row's weight in loss and metrics, a number above 0; it is not a feature."""
     base: str | None = None
     """Prepared folder of an earlier run to extend: known values keep their ids and numbers their statistics,
     so that training can continue from its model."""
     numeric: Names = ()
     """Columns to read as numbers, separated by commas; roles of unlisted columns are inferred."""
-    whole: Names = ()
-    """Columns to read as whole numbers that also have an embedding for each value, separated by commas."""
     times: Names = ()
     """Columns to read as dates or times, separated by commas: hour, weekday and day become numbers. Also
     whole numbers of seconds, milliseconds, microseconds or nanoseconds since 1970."""
@@ -128,6 +122,8 @@ class TableDataConfig(RowFiles):
     bags: Names = ()
     """Columns with several values in a cell, separated by commas: COLUMN:SEPARATOR, such as genres:| or
     tags:comma; without a separator: lists, as Parquet and JSON have them, or items between |."""
+    max_items: int = Field(default=16, ge=1, le=1024)
+    """Number of items of a cell of a bag that are looked up, from the first one on."""
     ignore: Names = ()
     """Columns to leave out, separated by commas; a table may lack them."""
     min_count: int = Field(default=2, ge=1)

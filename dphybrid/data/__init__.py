@@ -1,6 +1,6 @@
 """What all recipes share: sources are prepared once into a folder of arrays, which is read in batches."""
 
-from dphybrid.data.batches import Dataset, DrawnDataset, Draws, batches, num_batches, rows_of_batch
+from dphybrid.data.batches import Dataset, DrawnDataset, Draws, batches, num_batches
 from dphybrid.data.store import Prepared, open_prepared, prepare_source, source_digest, verify_prepared
 from dphybrid.data.vocabulary import Vocabulary, read_vocabularies
 
@@ -15,7 +15,6 @@ __all__ = [
     "open_prepared",
     "prepare_source",
     "read_vocabularies",
-    "rows_of_batch",
     "source_digest",
     "verify_prepared",
 ]

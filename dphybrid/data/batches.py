@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,26 +62,6 @@ class ArrayDataset(Dataset):
 def evenly_spaced(rows: int, most: int) -> Array:
     """Return the numbers of all rows, or of `most` evenly spaced ones: (B,) int64."""
     return np.arange(rows) if rows <= most else np.linspace(0, rows - 1, most).astype(np.int64)
-
-
-class FirstRows(Dataset):
-    """The first `num` samples of a data set."""
-
-    def __init__(self, rows: Dataset, num: int) -> None:
-        self.rows, self.num = rows, num
-
-    def __len__(self) -> int:
-        return min(self.num, len(self.rows))
-
-    def __getattr__(self, name: str) -> Any:
-        # What a recipe's own data set has beside its samples, such as its arrays.
-        return getattr(vars(self).get("rows"), name)
-
-    def at_epoch(self, seed: int, epoch: int) -> "FirstRows":
-        return FirstRows(self.rows.at_epoch(seed, epoch), self.num)
-
-    def fetch(self, index_B: Array) -> "dict[str, Tensor]":
-        return self.rows.fetch(index_B)
 
 
 class Draws:
@@ -184,11 +164,6 @@ def part_of(num_rows: int, part: tuple[int, int]) -> slice:
 def num_batches(dataset: Dataset, batch_size: int) -> int:
     """Return the number of batches of an epoch, including a short last one."""
     return -(-len(dataset) // batch_size)
-
-
-def rows_of_batch(dataset: Dataset, batch_size: int) -> int:
-    """Return the number of rows of each batch of an epoch, except a short last one."""
-    return min(batch_size, len(dataset))
 
 
 def batches(

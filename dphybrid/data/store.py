@@ -29,10 +29,10 @@ from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_text, making_once, naming, sync
 from dphybrid.util.pages import Page
 
-PREPARED_VERSION = 24
+PREPARED_VERSION = 25
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
 so that folders prepared before are not used."""
-ENCODER_VERSION = 14
+ENCODER_VERSION = 15
 """Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
 another; checkpoints with an older one are then refused."""
 
@@ -375,7 +375,7 @@ def prepare_source(
         on_progress: Called during the work, as on_progress(what, done, total).
         view: See `Prepared`.
     """
-    progress = on_progress or _silent
+    progress = on_progress or (lambda *_: None)
     with reading_files():
         before = _stamps(source.files)
         digests = source.digests(progress)
@@ -409,12 +409,8 @@ def source_digest(source: Source) -> str:
     """Return the digest of only the source's bytes, without its options and its test part: it changes when
     data arrives. Raises UserError if the source cannot be read."""
     with reading_files():
-        return _without_test(source, source.digests(_silent))
+        return _without_test(source, source.digests(lambda *_: None))
 
 
 def _without_test(source: Source, digests: list[bytes]) -> str:
     return combined_digest(digests[: len(digests) - source.num_test_digests])
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """A `Progress` that reports nothing."""

@@ -47,11 +47,6 @@ class Vocabulary:
         ranked = sorted(counts, key=lambda text: (-counts[text], text))
         return cls((text for text in ranked if counts[text] >= least), unknown_rows=unknown_rows)
 
-    def extended(self, values: object, *, least: int = 1) -> Self:
-        """Return this vocabulary with new values added: known values keep their rows, new ones follow."""
-        newer = self.fit(values, least=least).values
-        return type(self)([*self.values, *newer], unknown_rows=self.unknown_rows)
-
     @property
     def first(self) -> int:
         """The row of the first known value; the rows before it are for no value and for unknown values."""

@@ -83,8 +83,8 @@ class Recipe:
         data, model: The recipe's own config sections, pydantic classes with a default for every field.
         table, train: This recipe's defaults in these common sections, where they differ.
         batches: About how many batches an epoch has where train.batch_size is 0, and the largest batch size.
-        tabular: Its samples are rows of a table read by `dphybrid.data.table`. It has a schema file, its data
-            may grow by new files (retraining), and it scores the rows of new files (predict).
+        tabular: Its samples are rows of a table read by `dphybrid.data.table`. Its data may grow by new files
+            (retraining), and it scores the rows of new files (predict).
         sample: What a sample is called where an evaluation counts them.
         one_process: Not tested with several processes; a config with `cluster` is refused.
         example: Columns of a few rows as `predict` takes them, for `dphybrid.testing.check_recipe`.

@@ -193,13 +193,13 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     if base is None:
         load_weights(checkpoint, model)
         return
-    earlier = open_base(Path(base))
-    if trained_on != earlier.prepared.digest:
+    earlier, encoder = open_base(Path(base))
+    if trained_on != earlier.digest:
         raise UserError(
             f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, but data.base is "
-            f"{earlier.prepared.path.name}; give the checkpoint's data as data.base"
+            f"{earlier.path.name}; give the checkpoint's data as data.base"
         )
-    fill_from(checkpoint, earlier.encoder, model, open_base(data.path).encoder)
+    fill_from(checkpoint, encoder, model, Encoder.load(data.path / "encoder"))
 
 
 def fill_from(checkpoint: Path, trained_on: Encoder, model: nn.Module, now: Encoder) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dphybrid.config.settings import load_settings
 from dphybrid.data.batches import Array, ArrayDataset
 from dphybrid.data.table.encoder import Unknown
-from dphybrid.data.table.frames import as_frame, rows_of
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import as_frame, new_rows
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.serving.predict import Predictor
@@ -167,7 +168,8 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
         predictor.check_columns(frame.columns, "the rows")
         return frame
     wanted = [*predictor.encoder.names, predictor.encoder.label.name]
-    with rows_of(str(rows), predictor.reading(str(rows), {}), wanted) as found:
+    files, data = find_files(str(rows), "data.path"), predictor.reading(str(rows), {})
+    with new_rows(files, data, wanted, whole=True) as found:
         predictor.check_columns(found.names, str(rows))
         return found.table([name for name in wanted if name in found.names])
 

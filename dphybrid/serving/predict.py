@@ -30,7 +30,7 @@ from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import (
     Written,
     as_frame,
-    rows_of,
+    new_rows,
     table_target,
     write_predictions,
 )
@@ -117,20 +117,15 @@ class Predictor:
         (B, C) float32 of `classes`, or the number (B,) float64 in the label's own units.
 
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
-        dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
-        `data.missing` and None mean "no value"; so do values of numeric columns that are not numbers, with a
-        warning. Another warning names columns with many values that training does not know. Raises UserError
-        when a column is missing, also in a single record, or when a file has rows that cannot be read.
+        dict of columns, or the path of files as `predict_file` takes it. Texts in `data.missing` and None
+        mean "no value"; so do values of numeric columns that are not numbers, with a warning. Another warning
+        names columns with many values that training does not know. Raises UserError when a column is missing,
+        or when a file has rows that cannot be read.
         """
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
         frame = as_frame(rows, "the rows")
         self.check_columns(frame.collect_schema().names(), "the rows")
-        if not isinstance(rows, pl.DataFrame | pl.LazyFrame) and isinstance(rows, Sequence):
-            read_names = set(self.encoder.names)
-            for number, row in enumerate(rows, start=1):
-                if not row.keys() >= read_names:
-                    self.check_columns(row, f"row {number}", "; write None for no value")
         # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.
         wanted = frame.select(by_name(*self.encoder.names))
         pieces: Iterable[pl.DataFrame] = [wanted] if isinstance(wanted, pl.DataFrame) else []
@@ -161,7 +156,7 @@ class Predictor:
 
     def _predict_path(self, path: str) -> np.ndarray:
         data, unknown, scores = self.reading(path, {}), Unknown(), [self.task.nothing]
-        with rows_of(path, data, self.encoder.names) as rows:
+        with new_rows(find_files(path, "data.path"), data, self.encoder.names, whole=True) as rows:
             self.check_columns(rows.names, path)
             scores += [self._scores(chunk, unknown, None) for chunk in rows.chunks()]
         _warn(unknown.lines(self.encoder.columns))
@@ -231,19 +226,17 @@ class Predictor:
         if fixed := values.keys() & {"decimal", "dateformat"}:
             raise UserError(f"{min(fixed)}: new files have numbers and dates as in training; write them so")
         named = {*COLUMN_FIELDS, *ROLE_FIELDS}
-        kept = self._data.model_dump(
-            exclude={"valid_path", "test_path", "split", "schema_file", "base", *named}
-        )
+        kept = self._data.model_dump(exclude={"valid_path", "test_path", "split", "base", *named})
         read = build_config({"recipe": self._recipe, "data": {**kept, "path": path, **values}}).data
         assert isinstance(read, TableDataConfig)
         return read
 
-    def check_columns(self, names: Collection[str], where: str, remedy: str = "") -> None:
-        """Raise UserError if a column that the model reads is missing. remedy: more words for its end."""
+    def check_columns(self, names: Collection[str], where: str) -> None:
+        """Raise UserError if a column that the model reads is missing."""
         if missing := [name for name in self.encoder.names if name not in names]:
             raise UserError(
                 f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: "
-                f"{', '.join(map(str, names))}{remedy}"
+                f"{', '.join(map(str, names))}"
             )
 
     def _scores(self, rows: pl.DataFrame, unknown: Unknown, no_value: Collection[str] | None) -> np.ndarray:

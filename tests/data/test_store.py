@@ -1,20 +1,20 @@
 """The folder of prepared data: complete or not there, made once, told about."""
 
 import errno
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.data import open_prepared, verify_prepared
+from dphybrid.data import open_prepared, store, verify_prepared
 from dphybrid.data.store import Content, build_once
 from dphybrid.util.errors import UserError
 from tests.commands import python
@@ -69,17 +69,15 @@ def test_threads_that_fail_one_after_the_other_never_build_at_once(tmp_path: Pat
 
 
 def test_what_a_killed_preparation_left_is_cleared_away(tmp_path: Path) -> None:
-    code = (
-        "import time; from pathlib import Path; from dphybrid.data import store; import numpy as np;"
-        "store.sync = lambda file: (print('writing\\n', end='', flush=True), time.sleep(60));"
-        "make = lambda folder: store.Content({'x_B': np.arange(3)}, {}, []);"
-        f"store.build_once(Path({str(tmp_path)!r}), 'x', '0' * 64, make)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "writing\n"
-    child.send_signal(signal.SIGKILL)
-    child.wait(60)
-    child.stdout.close()
+    def build_and_die() -> None:
+        store.sync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        build_once(tmp_path, "x", "0" * 64, small)
+
+    with warnings.catch_warnings(action="ignore"):  # other threads, of which the child has none
+        child = multiprocessing.get_context("fork").Process(target=build_and_die)
+        child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
     assert any("partial" in name for name in names(tmp_path))
     assert not build_once(tmp_path, "x", "0" * 64, small).reused
     assert names(tmp_path) == ["x-000000000000"]
@@ -115,11 +113,11 @@ def test_any_damage_is_found(tmp_path: Path) -> None:
     path = from_file(file, min_count=1).path
     verify_prepared(path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    pages = {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"}
+    pages = {"manifest.json", "encoder.json", "vocabularies.parquet"}
     assert pages < {file.name for file in files}
     for file in files:
         whole = file.read_bytes()
-        for place in range(0, len(whole), max(1, len(whole) // 8)):
+        for place in range(0, len(whole), max(1, len(whole) // 3)):
             damaged = bytearray(whole)
             damaged[place] ^= 1
             file.write_bytes(damaged)

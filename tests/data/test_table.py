@@ -73,19 +73,6 @@ def test_roles_of_whole_numbers(name: str, values: int, role: str, offset: int) 
         assert column_of(name, cells, cells, {"role": given}, data, Form())[0].role == given
 
 
-def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
-    n: list[object] = [str(i * 3 % 50) for i in range(60)]
-    n[7] = "x"
-    columns = {"n": n, "y": [i % 2 for i in range(60)]}
-    prepared = table(tmp_path, columns)
-    assert "categorical" in prepared.describe()
-    assert "numbers, but 'x' among them; --data.missing x if that is no value" in prepared.describe()
-    known = table(tmp_path, columns, missing=("x",))
-    assert [column["role"] for column in known.manifest.facts["columns"]] == ["numeric"]
-    with refused(r"data.numeric: column 'n' holds 'x', not a number, in . of .. rows.*data\.categorical"):
-        table(tmp_path, columns, numeric=("n",))
-
-
 @pytest.mark.parametrize(
     ("values", "classes"),
     [
@@ -116,11 +103,9 @@ def test_each_class_gives_its_share_of_the_validation_rows(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("values", [{}, {"split": "time", "split_column": "n"}])
-def test_a_class_that_one_part_lacks_is_told_when_the_data_is_prepared(
-    tmp_path: Path, values: dict[str, object]
-) -> None:
+def test_a_class_that_one_part_lacks_is_told(tmp_path: Path, values: dict[str, object]) -> None:
     columns: dict[str, list[object]] = {"n": [i * i for i in range(40)], "y": ["yes"] + ["no"] * 39}
-    with refused(r"data\.label=y: all 10 rows to validate are 'no'; 'yes' has 1 of 40 rows"):
+    with refused(r"data\.label=y: all 10 rows to validate are 'no'; add rows of the other value"):
         table(tmp_path, columns, **values)
 
 
@@ -135,7 +120,7 @@ def test_names_that_mean_something_to_polars(tmp_path: Path) -> None:
     assert parquet(tmp_path, columns).info["num_ids"] == [5] * 11
 
 
-def test_a_wrong_column_of_a_file_without_header_says_how_columns_are_named(tmp_path: Path) -> None:
+def test_a_wrong_column_of_a_headerless_file_says_how_columns_are_named(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("\n".join(f"{i * i},{i % 2}" for i in range(30)))
     with refused(r"data\.label='clicked'.*known: 0, 1; its first line was read as values: data\.header=yes"):

@@ -46,13 +46,6 @@ def test_without_values_all_are_hashed_alike_in_each_process() -> None:
     assert len(np.unique(rows)) > 900
 
 
-def test_it_grows_at_its_end() -> None:
-    old = Vocabulary.fit(["a", "b", "a"])
-    new = old.extended(["c", "b", "c", "d"], least=2)
-    assert new.values == ["a", "b", "c"]
-    assert new.ids(["a", "b"]).tolist() == old.ids(["a", "b"]).tolist()
-
-
 def test_its_file_gives_the_same_back(tmp_path: Path) -> None:
     words = {"word": Vocabulary.fit(["é", "line\nbreak", '"'], unknown_rows=2), "none": Vocabulary()}
     write_vocabularies(words, tmp_path)

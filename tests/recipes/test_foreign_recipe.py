@@ -43,7 +43,7 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
 ) -> None:
     help_text = command("train", "--help", "--recipe", "ratings")
     assert "--data.num-ratings" in help_text
-    assert "--data.schema-file" not in help_text
+    assert "--data.min-count" not in help_text
     few = ["--data.num-ratings", "1000"]
     assert "900 samples to train, 100 to validate" in command(
         "prepare", "--recipe", "film_club.recipe:Ratings", *few

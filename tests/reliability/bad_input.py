@@ -9,12 +9,6 @@ label = "clicked"
 epochs = 2
 lr = 0.01
 """
-SCHEMA = b"""[columns.age]
-role = "numeric"
-[columns.city]
-role = "bag"
-max_items = 2
-"""
 PIECES = [b"\x00", b"\xff\xfe", b'"', b"'", b",", b"\n", b"\r", b"\t", b"[", b"]", b"{", b"=", b"-1", b"\\"]
 PIECES += [b"nan", b"1e400", b"9" * 30, b"\xe2\x80\xae", b"a" * 300, b"[[" * 50, b".", b"~", b"*", b"#"]
 

@@ -35,7 +35,7 @@ from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.conftest import LONG, REPOSITORY, own_settings
-from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, SCHEMA, edited
+from tests.reliability.bad_input import CHANGES, CONFIG, OVERRIDES, PATHS, PIECES, edited
 from tests.reliability.scenarios import options_of, write_files
 
 COUNT = int(os.environ.get("DPHYBRID_FUZZ", "0"))
@@ -188,30 +188,26 @@ def test_deeply_nested_files(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content.removeprefix(b"a = ") if name.endswith("json") else content)
     clicks = ["recipe=ctr", f"data.path={folder}/clicks.csv", "data.label=clicked"]
     prepared(folder, folder / name, *clicks)
-    prepared(folder, None, *clicks, f"data.schema_file={folder / name}")
 
 
 @pytest.mark.slow
-@given(config=broken(CONFIG), schema=broken(SCHEMA))
+@given(config=broken(CONFIG))
 @fuzzed(40)
 @pytest.mark.nightly
-def test_config_and_schema_files(folder: Path, config: bytes, schema: bytes) -> None:
+def test_config_files(folder: Path, config: bytes) -> None:
     (folder / "broken.toml").write_bytes(config)
-    (folder / "schema.toml").write_bytes(schema)
-    clicks = f"data.path={folder}/clicks.csv", "data.label=clicked"
-    prepared(folder, folder / "broken.toml", *clicks)
-    prepared(folder, None, *clicks, "recipe=ctr", f"data.schema_file={folder}/schema.toml")
+    prepared(folder, folder / "broken.toml", f"data.path={folder}/clicks.csv", "data.label=clicked")
 
 
 @pytest.mark.slow
-@given(path=st.sampled_from(PATHS) | st.text(max_size=20), schema=st.sampled_from(["", *PATHS]))
+@given(path=st.sampled_from(PATHS) | st.text(max_size=20))
 @fuzzed(20)
-def test_paths(folder: Path, path: str, schema: str) -> None:
+def test_paths(folder: Path, path: str) -> None:
     if Path(path).is_absolute() and len(path) < 3:
         return  # everything there is
     for recipe in ("ctr", "kge", "retrieval", "text"):
-        more = ["data.label=clicked", *([f"data.schema_file={schema}"] if schema else [])]
-        prepared(folder, None, f"recipe={recipe}", f"data.path={path}", *(more if recipe == "ctr" else []))
+        label = ["data.label=clicked"] if recipe == "ctr" else []
+        prepared(folder, None, f"recipe={recipe}", f"data.path={path}", *label)
 
 
 PREFECT = (REPOSITORY / "prefect.yaml").read_bytes()

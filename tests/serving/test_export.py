@@ -44,14 +44,14 @@ def test_a_model_is_loaded_and_served_from_its_folder_alone(
         epochs=1,
         quiet=True,
     )
-    records = pl.DataFrame(ROWS)[:4].to_dicts()
-    wanted = run.predict(records)
+    rows = pl.DataFrame(ROWS)[:4]
+    records, wanted = rows.to_dicts(), run.predict(rows)
     out = tmp_path / "out"
     assert f"{out}: dphybrid.load" in command("export", "sales", str(out))
     assert f"{out}: exists already" in command("export", "sales", str(out), ends=2)
     assert "nowhere/out: cannot be written" in command("export", "sales", "nowhere/out", ends=2)
     shutil.rmtree(data_dir)
-    done = python("-c", LOADED, str(out), json.dumps(records), cwd=tmp_path)
+    done = python("-c", LOADED, str(out), json.dumps(rows.to_dict(as_series=False)), cwd=tmp_path)
     assert np.array_equal(np.array(json.loads(done.stdout.splitlines()[-1]), np.float32), wanted)
     client = service(out, monkeypatch)
     assert client.post("/predict", json=records).json() == pytest.approx(wanted.tolist())

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, NotRequired, TypedDict
@@ -82,7 +82,6 @@ class Dialect:
         types: Of the columns, by name.
         notes: What is unusual.
         header: Whether the first line names the columns.
-        comma: Whether decimals are written with a comma.
         gaps: Whether cells of the first rows that are no texts hold a word for no value.
     """
 
@@ -90,7 +89,6 @@ class Dialect:
     types: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     header: bool = True
-    comma: bool = False
     gaps: bool = False
 
 
@@ -146,7 +144,7 @@ def _sniff(
     fixed = {
         "encoding": encoding_of(file, data.encoding),
         "hive_partitioning": False,
-        "decimal_separator": data.decimal.replace("auto", "."),
+        "decimal_separator": data.decimal,
         # Cells may have a blank before them.
         "nullstr": ["", *data.no_value, *(f" {text}" for text in data.no_value)],
         **{name: value for name, value in flags.items() if value != "auto"},
@@ -161,11 +159,6 @@ def _sniff(
     quotes = (cells.str.contains('"', literal=True).any() for cells in rows)
     if data.quote == "auto" and not options["quote"] and not any(quotes):
         options |= {"quote": '"', "escape": '"'}  # which later rows may have
-    # With another separator than the comma, decimals may have one: if more columns are numbers then.
-    if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
-        with_commas = _sniffed(database, file, options | {"decimal_separator": ","}, sniffed)
-        if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
-            options, types = options | {"decimal_separator": ","}, with_commas[1]
     names = _names(file, first, named) if header else [*map(str, range(len(types)))]
     notes = _unusual(options, names)
     if as_text:
@@ -175,10 +168,9 @@ def _sniff(
     # As ids, 007 and 7 differ, which only texts tell.
     of_ids = {name for name in names if NAMES_AN_ID.search(name)}
     types = ["ID" if t == "BIGINT" and n in of_ids else t for n, t in zip(names, types, strict=True)]
-    comma = options["decimal_separator"] == ","
     numbers = (cells for cells, kind in zip(rows, types, strict=True) if kind != "VARCHAR")
     gaps = any(cells.str.strip_chars().is_in(data.no_value).any() for cells in numbers)
-    return Dialect(options, dict(zip(names, types, strict=True)), tuple(notes), bool(header), comma, gaps)
+    return Dialect(options, dict(zip(names, types, strict=True)), tuple(notes), bool(header), gaps)
 
 
 def _columns_of(file: Path, dialect: Dialect, named: Sequence[str]) -> list[str]:
@@ -239,11 +231,7 @@ def _is_header(first: Sequence[str], found: Mapping[str, Any], named: Sequence[s
     names = [name for name in named if not name.isdigit()]
     if names:
         return found["header"] or all(name in first for name in names)
-    if as_text and named:
-        return False
-    # DuckDB takes the empty cell above the index of a frame for a missing number.
-    above_index = len(first) > 1 and not first[0] and not any(re.match(r"[\d.-]|$", c) for c in first[1:])
-    return found["header"] or above_index
+    return found["header"] and not (as_text and named)
 
 
 def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> list[str]:
@@ -253,7 +241,7 @@ def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> list[str]:
     for name in row:
         if name in names and name in named:
             raise UserError(f"data.path={file}: has two columns named {name!r}; rename one")
-        choices = chain([name], (f"{name}_{number}" for number in count(1)))
+        choices = (name, *(f"{name}_{number}" for number in range(1, len(row))))
         names.append(next(choice for choice in choices if choice not in names))
     return names
 
@@ -261,13 +249,8 @@ def _names(file: Path, row: Sequence[str], named: Sequence[str]) -> list[str]:
 def _unusual(options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return notes on what a user may want to say otherwise of how a file is written."""
     notes = {
-        f"encoding {options['encoding']}": options["encoding"] != "utf-8",
-        f"columns are separated by {options['delim']!r}": options["delim"] not in (",", "\t"),
         "there is one column; --data.delimiter :: splits it": len(names) == 1 and "::" in names[0],
         f"{options['skip']} lines above the table are left out": options["skip"],
-        "decimals are written with a comma; --data.decimal . overrides this": (
-            options["decimal_separator"] == ","
-        ),
         "there is no header: columns are named 0, 1, ...; --data.header yes overrides this": (
             not options["header"]
         ),
@@ -312,7 +295,7 @@ def _typed(
     database = _database().cursor()  # which has the table of errors for itself
     with _reading(file, "", _REMEDY):
         rows = _query(database, "read_csv", file, how, f"SELECT {', '.join(cells)}")
-        small = file.stat().st_size < _SMALL and _packing_of(file) == "none"
+        small = file.stat().st_size < _SMALL and packing_of(file) == "none"
         if small:
             frame = pl.DataFrame(rows).lazy()
         else:
@@ -331,12 +314,6 @@ def _typed(
         name = columns.get(place, "")
         misfits[name] += kind == "CAST"
         why = message.partition("\n")[0].replace(f'"{place}"', repr(name))
-        if numbers := re.fullmatch(r"Expected Number of Columns: (\d+) Found: (\d+)", why):
-            # DuckDB counts on through the values that are too many.
-            values = max(int(numbers[2]), (text or "").count(options["delim"]) + 1)
-            why = f"{values} values, expected {numbers[1]}"
-        elif "unicode" in why.lower():
-            why = f"not {options['encoding'].upper()} text; set data.encoding, or save it as UTF-8"
         if (text or "x").strip():  # a line of blanks is no row
             row = Rejected(file=str(file), line=line, reason=why, text=(text or "")[:_SHOWN])
             rejected.setdefault(line, row)
@@ -357,27 +334,6 @@ def read_json(file: Path, target: Path) -> Part:
     return Part(file, pl.scan_parquet(target, glob=False))
 
 
-def json_names(file: Path) -> list[str]:
-    """Return the names in the first lines of a file of JSON lines. Raises UserError as `read_json` does."""
-    database = _database().cursor()
-    with _reading(file, " as JSON lines", _JSON_REMEDY):
-        return list(_query(database, "read_json", file, {"format": "newline_delimited"}).columns)
-
-
-def read_text(file: Path, encoding: str) -> str:
-    """Return the whole text of a file. Raises UserError if it cannot be decoded."""
-    raw, encoding = file.read_bytes(), encoding_of(file, encoding)
-    try:
-        text = raw.decode("utf-8-sig" if encoding == "utf-8" else encoding)
-        return text.replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"data.path={file}: is not {encoding.upper()} text (line {line}); set data.encoding=latin-1 or "
-            "utf-16, or save it as UTF-8"
-        ) from error
-
-
 def encoding_of(file: Path, given: str) -> str:
     """Return the encoding of a text file, as `data.encoding` gives it or the file's mark does."""
     if given != "auto":
@@ -386,7 +342,7 @@ def encoding_of(file: Path, given: str) -> str:
         return "utf-16" if stream.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
 
 
-def _packing_of(file: Path) -> str:
+def packing_of(file: Path) -> str:
     """Return how a text file is packed: gzip or none."""
     with file.open("rb") as stream:
         return "gzip" if stream.read(2) == b"\x1f\x8b" else "none"
@@ -413,7 +369,7 @@ def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
         why, words = str(error).strip().partition("\n")[0], str(error).lower()
         if "write" in words and ("space" in words or "too large" in words):
             raise OSError(errno.ENOSPC, why, str(file)) from error
-        if _packing_of(file) == "gzip":
+        if packing_of(file) == "gzip":
             remedy = f"if it is not a complete gzip file, compress it again; else {remedy}"
         raise UserError(f"data.path={file}: cannot be read{what}: {why}; {remedy}") from error
 
@@ -421,7 +377,7 @@ def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
 def _query(database: Any, call: str, file: Path, options: Mapping[str, Any], rest: str = "") -> Any:
     """Return what a table function of DuckDB reads from a file, as a relation. rest: of the query."""
     # Marked, so that DuckDB finds no pattern in the path.
-    given = {**options, "compression": _packing_of(file), "path": re.sub(r"([*?\[])", r"[\1]", str(file))}
+    given = {**options, "compression": packing_of(file), "path": re.sub(r"([*?\[])", r"[\1]", str(file))}
     if "nullstr" in options:  # DuckDB refuses texts for no value that hold the separator
         given["nullstr"] = [text for text in options["nullstr"] if options.get("delim", "\0") not in text]
     arguments = ", ".join(["$path", *(f"{name} = ${name}" for name in given if name != "path")])

@@ -95,11 +95,6 @@ class Encoder:
         scales = ((column.name, scale) for column in self.columns for scale in column.scales)
         return [(name, flag) for name, scale in scales for flag in (False, True)[: 1 + scale.indicator]]
 
-    @property
-    def max_items(self) -> int:
-        """The largest `max_items` of the bags."""
-        return max((bag.max_items for bag in self.bags), default=1)
-
     def encode(
         self,
         frame: pl.DataFrame,
@@ -180,38 +175,25 @@ def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generi
     return out_BF
 
 
-@dataclass(frozen=True)
-class Base:
-    """Earlier prepared data, which is extended by new rows, and its encoder."""
-
-    prepared: Prepared
-    encoder: Encoder
-
-
-def open_base(path: Path) -> Base:
-    """Open the prepared data to extend. Raises UserError if it does not exist, is damaged or is not a
-    table."""
+def open_base(path: Path) -> tuple[Prepared, Encoder]:
+    """Open the prepared data to extend, and its encoder. Raises UserError if it does not exist, is damaged or
+    is not a table."""
     if not (path / "encoder").is_dir():
         raise UserError(
             f"data.base={path}: is not a prepared table (it has no encoder); name the prepared folder "
             "of a run that read one"
         )
-    return Base(verify_prepared(path), Encoder.load(path / "encoder"))
-
-
-def old_ids(base: Encoder, now: Encoder) -> list[Array]:
-    """Return, for each id column, an array that maps new ids to the base's id of the same value; new values
-    map to the base's unknown id."""
-    found = []
-    for old, new in zip(base.columns, now.columns, strict=True):
-        if old.has_ids:
-            known = old.ids(old.places(new.learned), np.zeros(len(new.learned), bool))
-            found.append(np.concatenate([[MISSING_ID, UNKNOWN_ID], known]))
-    return found or [np.arange(FIRST_ID)]
+    return verify_prepared(path), Encoder.load(path / "encoder")
 
 
 def old_rows(base: Encoder, now: Encoder) -> Array:
-    """Return (V,) the row of the base's table from which each row of the new table starts. Both tables hold
-    the rows of all columns, one column after another."""
-    starts = np.cumsum([0, *(column["num_ids"] for column in base.id_columns[:-1])])
-    return np.concatenate([start + ids for start, ids in zip(starts, old_ids(base, now), strict=True)])
+    """Return (V,) the row of the base's table from which each row of the new table starts: that of the same
+    value, for a new value that of the unknown one. Both tables hold the rows of all columns, one column after
+    another."""
+    found, start = list[Array](), 0
+    for old, new in zip(base.columns, now.columns, strict=True):
+        if old.has_ids:
+            known = old.ids(old.places(new.learned), np.zeros(len(new.learned), bool))
+            found.append(start + np.concatenate([[MISSING_ID, UNKNOWN_ID], known]))
+            start += old.num_ids
+    return np.concatenate(found or [np.arange(FIRST_ID)])

@@ -3,6 +3,7 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,16 @@ from dphybrid.config.tables import PACKED, RowFiles
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Progress
 from dphybrid.data.table.arrow import dictionaries_of
-from dphybrid.data.table.delimited import Dialect, Part, Rejected, dialect_of, json_names, read_csv, read_json
+from dphybrid.data.table.delimited import (
+    Dialect,
+    Part,
+    Rejected,
+    dialect_of,
+    encoding_of,
+    packing_of,
+    read_csv,
+    read_json,
+)
 from dphybrid.data.table.values import Form
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError, suggestion
@@ -32,17 +42,6 @@ SUFFIXES = (*(text + packed for text in _TEXTS for packed in PACKED), *_TYPED)
 """Endings of the files that are read in a folder."""
 FRAMES, _FRAME = "frames", re.compile("[0-9a-f]{16}")
 """Folder of the saved frames in the data folder, and the names of their own folders."""
-_FORMATS = {b"PAR1": "parquet", b"ARROW1": "arrow"}
-_OTHERS = {
-    b"PK\x03\x04": "an Excel or zip file",
-    b"\xd0\xcf\x11\xe0": "an Excel file",
-    b"BZh": "packed with bzip2",
-    b"\xfd7zXZ\0": "packed with xz",
-    b"\x28\xb5\x2f\xfd": "packed with Zstandard",
-    b"\xff\xff\xff\xff": "an Arrow stream",
-    b"FEA1": "Feather of version 1",
-}
-"""First bytes of the formats that are typed already, and of others that are refused."""
 BLOCK_ROWS = 2**16
 """Rows of a chunk."""
 
@@ -76,20 +75,14 @@ class Rows:
         """The columns' names."""
         return self.frame.collect_schema().names()
 
-    @property
-    def sizes(self) -> list[int]:
-        """Number of rows of each file."""
-        return [part.size for part in self.parts]
-
     def column(self, name: str) -> pl.Series:
         """Return a whole column, without its name: methods of a series read names such as `*` as patterns."""
         return self.table([name]).to_series().alias("")
 
-    def table(self, names: Sequence[str] | None = None) -> pl.DataFrame:
-        """Return all rows in memory. names: their columns."""
-        frame = self.frame if names is None else self.frame.select(by_name(*names))
+    def table(self, names: Sequence[str]) -> pl.DataFrame:
+        """Return columns of all rows in memory."""
         with self._reading():
-            rows = frame.collect(engine="streaming")
+            rows = self.frame.select(by_name(*names)).collect(engine="streaming")
         return rows if self.kept_B.all() else rows.filter(pl.Series(self.kept_B))
 
     def chunks(self, names: Sequence[str] | None = None) -> Iterator[pl.DataFrame]:
@@ -118,7 +111,7 @@ class Rows:
     def lines(self) -> tuple[pl.Series, pl.Series]:
         """Return the file and the line of each row that was read, used or not."""
         files = pl.Series("file", [str(part.file) for part in self.parts])
-        of_rows = files.gather(np.repeat(np.arange(len(files)), self.sizes))
+        of_rows = files.gather(np.repeat(np.arange(len(files)), [part.size for part in self.parts]))
         return of_rows, pl.Series("line", np.concatenate([part.lines for part in self.parts]))
 
 
@@ -160,16 +153,13 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
 def find_parts(paths: Mapping[str, str | None]) -> list[tuple[Path, ...]]:
     """Return the files of each part of the rows. paths: by field; None: the part has no files. Raises
     UserError as `find_files` does, and for a file of two parts."""
-    parts, field_of = list[tuple[Path, ...]](), dict[Path, str]()
-    for field, path in paths.items():
-        parts.append(() if path is None else find_files(path, field))
-        files = [file.resolve() for file in parts[-1]]
-        if both := [file for file in files if file in field_of]:
-            raise UserError(
-                f"{field}={path}: {both[0]} is also among the files of {field_of[both[0]]}; a row cannot be "
-                "in both splits, so name different files"
-            )
-        field_of |= dict.fromkeys(files, field)
+    parts = [() if path is None else find_files(path, field) for field, path in paths.items()]
+    counts = Counter(file.resolve() for files in parts for file in files)
+    if twice := [file for file, count in counts.items() if count > 1]:
+        raise UserError(
+            f"{twice[0]}: is a file of two of {', '.join(paths)}; a row cannot be in two splits, so name "
+            "different files"
+        )
     return parts
 
 
@@ -188,12 +178,13 @@ def folder_values(file: Path) -> dict[str, str | None]:
 
 
 def names_of(file: Path, data: RowFiles, named: Sequence[str] = ()) -> list[str]:
-    """Return the columns of a file by its first rows, or its schema. Raises UserError as `read_rows` does."""
-    match _format_of(file):
+    """Return the columns of a file by its first rows, or its schema; none for JSON lines, of which each may
+    have others. Raises UserError as `read_rows` does."""
+    match _format_of(file, data):
         case "csv":
             own = [*dialect_of(file, data, named).types]
         case "json":
-            own = json_names(file)
+            return []
         case kind:
             own = _read_arrow(file, kind).frame.collect_schema().names()
     return [*dict.fromkeys([*own, *folder_values(file)])]
@@ -214,7 +205,7 @@ def read_rows(
     not typed, as an encoder types those of new files. Raises UserError for files that cannot be read, and if
     more than `data.max_rejected` of the rows cannot be.
     """
-    kinds = {_format_of(file) for file in files}
+    kinds = {_format_of(file, data) for file in files}
     if len(kinds) > 1:
         raise UserError(f"data.path={data.path}: holds {' and '.join(sorted(kinds))} files; give one format")
     (kind,) = kinds
@@ -246,7 +237,7 @@ def read_rows(
         kept_B=np.ones(num_rows, bool),
         notes=[*notes, *dialect.notes],
         rejected=rejected,
-        form=Form(comma=dialect.comma, dates=data.dateformat),
+        form=Form(comma=data.decimal == ",", dates=data.dateformat),
         header=dialect.header,
     )
 
@@ -299,22 +290,22 @@ def check_rejected(
         raise UserError(
             f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than "
             f"data.max_rejected={max_rejected:g} allows; the first is line {first['line']}{where}: "
-            f"{first['reason']}; correct the file, set data.delimiter, or raise data.max_rejected"
+            f"{first['reason']}; correct the file, set data.delimiter or data.encoding, or raise "
+            "data.max_rejected"
         )
 
 
-def _format_of(file: Path) -> str:
+def _format_of(file: Path, data: RowFiles) -> str:
     """Return csv, json, parquet or arrow, by the file's first bytes. Raises UserError for other formats."""
     with file.open("rb") as stream:
-        head = stream.read(16)
-    for sign, kind in _FORMATS.items():
-        if head.startswith(sign):
-            return kind
-    for sign, what in _OTHERS.items():
-        if head.startswith(sign):
-            raise UserError(
-                f"data.path={file}: is {what}, which is not supported; save the table as CSV or Parquet"
-            )
+        head = stream.read(4096)
+    if head.startswith((b"PAR1", b"ARROW1")):
+        return "parquet" if head.startswith(b"P") else "arrow"
+    if b"\0" in head and packing_of(file) == "none" and encoding_of(file, data.encoding) != "utf-16":
+        raise UserError(
+            f"data.path={file}: is no text, Parquet or Arrow file, but such as Excel or a zip file; save the "
+            "table as CSV or Parquet"
+        )
     return "json" if {*_JSON} & {*file.suffixes} else "csv"
 
 
@@ -342,14 +333,11 @@ def complete_rows(
 ) -> tuple[pl.DataFrame, list[Rejected]]:
     """Return the rows of `frame` that have a value in each needed column, and all rejected rows: those that
     could not be read, and the others. rows: as they were read; `frame` has values of all of them."""
-    rejected, gaps = list(rows.rejected), frame.select(by_name(*needed).is_null())
-    if not gaps.select(pl.any_horizontal(pl.all()).any()).item():
-        return frame, rejected
-    of_file, lines = rows.lines()
-    left_out_B = pl.Series([False]).new_from_index(0, len(frame))
-    for name in needed:
-        for row in (gaps[name] & ~left_out_B).arg_true():
-            why = f"no value in {name!r}"
+    gap = pl.coalesce(pl.when(by_name(name).is_null()).then(pl.lit(name)) for name in needed)
+    missing, rejected = frame.select(gap).to_series(), list(rows.rejected)
+    if missing.count():
+        of_file, lines = rows.lines()
+        for row in missing.is_not_null().arg_true():
+            why = f"no value in {missing[row]!r}"
             rejected.append(Rejected(file=of_file[row], line=lines[row], reason=why))
-        left_out_B |= gaps[name]
-    return frame.filter(~left_out_B), rejected
+    return frame.filter(missing.is_null()), rejected

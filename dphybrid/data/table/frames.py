@@ -1,4 +1,4 @@
-"""Tables from memory (polars, pandas, Arrow, columns, records) as polars frames, and as files named by their
+"""Tables from memory (polars, pandas, Arrow, columns) as polars frames, and as files named by their
 digest; and frames of predictions, written chunk by chunk to the user's file."""
 
 import json
@@ -7,21 +7,17 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-import numpy as np
 import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
 from dphybrid.config.tables import RowFiles
-from dphybrid.data.table.files import Rows, find_files, frame_digest, read_rows
-from dphybrid.data.vocabulary import is_nothing
+from dphybrid.data.table.files import Rows, frame_digest, read_rows
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import (
     check_target,
@@ -38,8 +34,6 @@ PART_ROWS = 2**20
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
 """Endings of the files that predictions can be written to."""
-_PYTHON = (type(None), bool, int, float, str, bytes, date, time, timedelta, Decimal, list, dict)
-"""Types of Python that a column can hold."""
 
 
 def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
@@ -53,10 +47,9 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
     module = type(data).__module__.partition(".")[0]
     try:
         if module == "pandas" and hasattr(data, "columns"):
-            names = [str(name) for name in data.columns]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise TypeError(f"has two columns named {twice[0]!r}; rename one")
-            return pl.DataFrame([_column(str(name), cells) for name, cells in data.items()])  # type: ignore[attr-defined]
+            import pyarrow  # type: ignore[import-untyped]
+
+            data, module = pyarrow.Table.from_pandas(data, preserve_index=False), "pyarrow"
         if hasattr(data, "__arrow_c_stream__"):
             frame = pl.DataFrame(data)
             # polars drops that a column is a dictionary, unless of texts.
@@ -64,68 +57,25 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
             kinds = [field.name for field in fields if str(field.type).startswith("dictionary<")]
             return frame.with_columns(by_name(*kinds).cast(pl.String).cast(pl.Categorical))
         if isinstance(data, Mapping):
-            for name, values in data.items():  # polars would repeat a single value in every row
-                if isinstance(values, str) or not hasattr(values, "__len__"):
-                    raise TypeError(f"column {name!r} is {values!r}; give it a list or an array")
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
-        if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
-            names = list(dict.fromkeys(name for row in data for name in row))
-            return pl.DataFrame([of_objects(str(n), [row.get(n) for row in data]) for n in names])
-    except (pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError) as error:
+    except (pl.exceptions.PolarsError, ArithmeticError, ImportError, NotImplementedError, TypeError) as error:
         raise UserError(f"{where}: {error}") from error
+    except ValueError as error:  # of pyarrow, with the column as its second argument
+        raise UserError(f"{where}: {'; '.join(map(str, error.args))}") from error
     raise UserError(
         f"{where}: is {type_text(data)}; give a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow "
-        "table, a dict of columns, a list of records, or a path"
+        "table, a dict of columns, or a path"
     )
 
 
 def _column(name: str, values: Any) -> pl.Series:
-    """Return a column of polars, pandas, numpy or Python."""
-    if isinstance(values, pl.Series):
-        return values.alias(name)
-    dtype = str(getattr(values, "dtype", "object"))
-    if dtype == "category" or dtype.startswith("dictionary<"):
-        # As texts: polars knows no categories of numbers, and would drop that they were declared.
-        texts = [None if is_nothing(value) else str(value) for value in values.tolist()]
-        return pl.Series(name, texts, dtype=pl.String).cast(pl.Categorical)
-    if dtype == "object":
-        return of_objects(name, list(values))
-    if hasattr(values, "iloc"):
-        try:
-            return pl.Series(pl.from_pandas(values)).alias(name)
-        except Exception:  # noqa: BLE001 - pyarrow raises many classes for types that it lacks
-            return of_objects(name, values.to_list())
-    return pl.Series(name, values, strict=False)
-
-
-def of_objects(name: str, values: Sequence[Any]) -> pl.Series:
-    """Return a column of Python objects. None, nan, pd.NA and NaT are no value. Raises TypeError for objects
-    that no column can hold."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        elif hasattr(value, "to_pydatetime"):
-            value = value.to_pydatetime()
-        if isinstance(value, list | tuple | np.ndarray):
-            return list(map(plain, value))
-        # nan would make floats of whole numbers, which hold them up to 2^53 only.
-        return None if is_nothing(value) else value
-
-    found = list(map(plain, values))
-    known = [value for value in found if value is not None]
-    types = {type(value) for value in known}
-    large = types == {int} and any(abs(value) >= 2**63 for value in known)
-    odd = next((value for value in known if not isinstance(value, _PYTHON)), None)
-    if odd is None and (large or (len(types) > 1 and str in types and list not in types)):
-        found = [value if value is None else str(value) for value in found]  # all are texts
-    column = pl.Series(name, found if odd is None else [], strict=False)
-    if odd is not None or column.dtype == pl.Object:
-        odd = known[0] if odd is None else odd
-        raise TypeError(
-            f"column {name!r} holds a {type(odd).__name__} ({odd!r:.60}), which is no text, number, date or "
-            "list; write it as one of these, or leave the column out"
-        )
+    """Return a column of Python, numpy, pandas or polars."""
+    if isinstance(values, str) or not hasattr(values, "__len__"):  # which polars would repeat in every row
+        raise TypeError(f"column {name!r} is {values!r}; give it a list or an array")
+    of_objects = str(getattr(values, "dtype", "")) == "object"
+    column = pl.Series(name, values.tolist() if of_objects else values, strict=False)
+    if column.dtype == pl.Object:
+        raise TypeError(f"column {name!r} holds {column[0]!r:.60}; write texts, numbers, dates or lists")
     return column
 
 
@@ -202,20 +152,16 @@ def table_target(out: str | Path, files: Sequence[Path]) -> Path:
 
 
 @contextmanager
-def new_rows(files: Sequence[Path], data: RowFiles, named: Sequence[str] = ()) -> Iterator[Rows]:
+def new_rows(
+    files: Sequence[Path], data: RowFiles, named: Sequence[str] = (), *, whole: bool = False
+) -> Iterator[Rows]:
     """Read files, for the block, as an encoder takes new ones: texts stay texts. named: columns by which a
-    header is known. Raises UserError as `read_rows` does."""
+    header is known. Raises UserError as `read_rows` does; with `whole` also for a row that cannot be read, as
+    others would take its place."""
+    given = data.model_copy(update={"max_rejected": 1.0}) if whole else data
     with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
-        yield read_rows(files, data, scratch, named, as_text=True)
-
-
-@contextmanager
-def rows_of(path: str, data: RowFiles, named: Sequence[str] = ()) -> Iterator[Rows]:
-    """Read the files that a path names as `new_rows` does. Raises UserError also for rows that cannot be
-    read, as others would take their places."""
-    every = data.model_copy(update={"max_rejected": 1.0})
-    with new_rows(find_files(path, "data.path"), every, named) as rows:
-        for first in rows.rejected:
+        rows = read_rows(files, given, scratch, named, as_text=True)
+        for first in rows.rejected[:whole]:
             raise UserError(
                 f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or "
                 "remove it, or use predict_file, which writes line numbers"

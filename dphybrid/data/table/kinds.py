@@ -18,17 +18,16 @@ from pydantic import ConfigDict, Field
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.batches import Array
 from dphybrid.data.table.numbers import Scale, fit_scale
 from dphybrid.data.table.values import (
     EXACT,
     FIRST_ID,
-    FLAG_WORDS,
     MISSING_ID,
     NAMES_AN_ID,
     PADDING_ID,
     UNITS,
     UNKNOWN_ID,
-    Array,
     Form,
     as_names,
     is_odd,
@@ -66,10 +65,6 @@ _NAMES_A_TIME = re.compile(
 )
 
 
-Role = Literal["numeric", "whole", "time", "categorical", "bag", "ignore"]
-"""The kinds of columns."""
-
-
 @dataclass(frozen=True)
 class Encoded:
     """What cells of a column give. missing: (B,), True for no value. values: None also for cells of another
@@ -81,18 +76,7 @@ class Encoded:
     ids: Array
 
 
-class Options(Section):
-    """What a user may say of a column: its section of schema.toml."""
-
-    role: Role | None = None
-    separator: str = Field(default="|", min_length=1)
-    """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
-    Parquet file."""
-    max_items: int = Field(default=16, ge=1, le=1024)
-    """Number of items of a cell that are looked up, from the first one on."""
-
-
-class Column(Options):
+class Column(Section):
     """A column of a table, of one of these kinds:
 
     - numeric: a number;
@@ -105,6 +89,8 @@ class Column(Options):
 
     Attributes:
         form: What its values are.
+        separator: Text between the items of a bag's cell, unless it is a list.
+        max_items: Number of items of a cell that are looked up, from the first one on.
         unseen: The share of values in the validation rows that training does not know, or that are no values
             of the column's type.
         scales: Of the numbers that each cell gives.
@@ -114,8 +100,10 @@ class Column(Options):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     name: str
-    role: Role = "ignore"
+    role: Literal["numeric", "whole", "time", "categorical", "bag", "ignore"] = "ignore"
     form: Form = Form()
+    separator: str = "|"
+    max_items: int = 16
     unseen: float = 0.0
     scales: tuple[Scale, ...] = ()
     # Excluded: the encoder saves the texts of all columns in one Parquet file.
@@ -305,12 +293,10 @@ def column_of(
     role = given.get("role")
     if role == "ignore":
         return Column(name=name), "as given"
-    if is_odd(train.dtype):
-        if role:
-            raise UserError(
-                f"column {name!r} holds {train.dtype}, not single values or lists of them; write it otherwise"
-            )
+    if is_odd(train.dtype) or (train.dtype.is_nested() and role not in (None, "bag")):
         why = f"{train.dtype} is no single value; name it in data.ignore, or write it as text"
+        if role:
+            raise UserError(f"column {name!r}: {why}")
         return Column(name=name), why
     if role is None and (name.startswith(_PANDAS_INDEX) or counts_rows(name, every)):
         return Column(name=name), "a row number"
@@ -321,15 +307,8 @@ def column_of(
         role, why = _role_of(name, known, cells)
     options = {"name": name, **given, "role": role}
     if role == "bag":
-        if "separator" not in given and train.dtype == pl.String:
-            options["separator"] = "[]" if known.head(20).str.starts_with("[").all() else "|"
         inner = type_of(getattr(train.dtype, "inner", pl.String()))
-        return Column(form=Form.model_validate({"type": inner}), **options), why
-    if train.dtype == pl.List:
-        raise UserError(
-            f"column {name!r} holds lists, but {role} columns need single values; name it in data.bags or "
-            "data.ignore, or write single values"
-        )
+        return Column(form=Form.model_validate({"type": inner}), max_items=data.max_items, **options), why
     if role == "categorical" and _have_merged(cells, known):
         raise UserError(f"data.categorical: column {name!r}: {_MERGED}")
     unit = _unit_of(cells) if role == "time" else ""
@@ -388,13 +367,10 @@ def _role_of(name: str, known: pl.Series, cells: pl.Series) -> tuple[str, str]:
         return "time", ""
     if known.dtype.is_numeric():
         return _role_of_numbers(name, known, cells)
-    if known.dtype == pl.String:
-        some = known.head(1000)
-        if some.str.contains(r"(?s)^\[.*\]$").all():
-            return "bag", "lists in brackets"
-        if float(some.str.contains("|", literal=True).mean() or 0) > 0.5:  # type: ignore[arg-type]
-            flag = f"--data.bags '{name}:|'"
-            return "categorical", f"most cells hold '|'; {flag} reads the items between the marks"
+    some = known.head(1000)
+    if some.dtype == pl.String and 2 * some.str.contains("|", literal=True).sum() > len(some):
+        flag = f"--data.bags '{name}:|'"
+        return "categorical", f"most cells hold '|'; {flag} reads the items between the marks"
     return "categorical", ""
 
 
@@ -460,4 +436,4 @@ def _is_flag(texts: pl.Series) -> bool:
     """Return whether texts are true and false, as some files write flags."""
     if texts.dtype != pl.String or texts.head(1000).n_unique() > 8:
         return False
-    return {*texts.drop_nulls().unique().str.to_lowercase()} <= {*FLAG_WORDS}
+    return {*texts.drop_nulls().unique().str.to_lowercase()} <= {"true", "false"}

@@ -20,8 +20,6 @@ from dphybrid.data.table.numbers import mean_and_std
 from dphybrid.data.table.values import Form, type_of, typed, with_gaps
 from dphybrid.util.errors import UserError
 
-_TaskName = Literal["binary", "multiclass", "regression"]
-
 _POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that are the positive class even if they sort first."""
 _MAX_CLASSES = 1000
@@ -43,7 +41,7 @@ class Label(Section):
         offset, scale: Models learn (number - offset) / scale.
     """
 
-    task: _TaskName = "binary"
+    task: Literal["binary", "multiclass", "regression"] = "binary"
     name: str = ""
     form: Form = Form()
     classes: tuple[str, ...] = ()

@@ -26,6 +26,8 @@ def remedy(name: str, texts: pl.Series) -> str:
     if not len(known):
         return ""
     column = f'pl.col("{name}")'
+    if known.str.contains(r"(?s)^\[.*\]$").all():
+        return f"lists in brackets; {column}.str.json_decode(pl.List(pl.String))"
     odd = known.filter(known.cast(pl.Float64, strict=False).is_null())
     if not len(odd):
         zeros = known.str.contains(r"^-?0\d").any()

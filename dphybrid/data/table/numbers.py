@@ -3,8 +3,8 @@
 import numpy as np
 
 from dphybrid.config import Section
+from dphybrid.data.batches import Array
 
-Array = np.ndarray
 _MAX_DEVIATION = 100.0
 """Standard deviations at which a number is clipped, so that one absurd value cannot dominate a batch."""
 

@@ -5,7 +5,7 @@ encoded chunk by chunk. Memory holds a column or a chunk, the vocabularies and a
 large the input is. Letters: B rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,19 +14,18 @@ from typing import Any, cast
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig
+from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig, bag_of
 from dphybrid.data.batches import Array
-from dphybrid.data.store import PARTS, Content, Progress, Source, reading_files
-from dphybrid.data.table.encoder import Base, Encoder, open_base
+from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source, reading_files
+from dphybrid.data.table.encoder import Encoder, open_base
 from dphybrid.data.table.files import Rows, find_parts, folder_values, names_of, read_rows
 from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
-from dphybrid.data.table.schema import SchemaFile, check_column, read_schema, roles_given, schema_text
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
 from dphybrid.data.table.values import items_of, type_of
-from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import given_path, write_text
+from dphybrid.util.errors import UserError, counted, suggestion
+from dphybrid.util.files import given_path
 from dphybrid.util.text import aligned
 
 _PARTS = {"train": TRAIN, "valid": VALID, "test": TEST}
@@ -66,25 +65,18 @@ class TableSource(Source):
         return len(self.test_files)
 
     @cached_property
-    def schema(self) -> SchemaFile:
-        if self.data.schema_file:
-            return read_schema(given_path(self.data.schema_file, "data.schema_file"))
-        return SchemaFile()
-
-    @cached_property
-    def base(self) -> Base | None:
+    def base(self) -> tuple[Prepared, Encoder] | None:
         return open_base(given_path(self.data.base, "data.base")) if self.data.base else None
 
     @property
     def options(self) -> dict[str, object]:
-        # The contents of files count (as digests of their bytes, schema and base), not their paths: a moved
-        # table is not prepared again.
-        excluded = {"path", "valid_path", "test_path", "schema_file", "base"}
+        # The contents of files count (as digests of their bytes and base), not their paths: a moved table is
+        # not prepared again.
+        excluded = {"path", "valid_path", "test_path", "base"}
         return self.data.model_dump(mode="json", exclude=excluded) | {
-            "schema": self.schema.model_dump(mode="json"),
             "folders": [folder_values(file) for file in self.files],
             "files": [len(self.read_files), len(self.held_files), len(self.test_files)],
-            "base": self.base.prepared.digest if self.base else None,
+            "base": self.base[0].digest if self.base else None,
         }
 
     @property
@@ -94,7 +86,8 @@ class TableSource(Source):
 
     def check(self) -> None:
         """Raise UserError if the columns of the first file do not fit the config."""
-        self._columns(names_of(self.read_files[0], self.data, self.named))
+        if names := names_of(self.read_files[0], self.data, self.named):
+            self._columns(names)
 
     def _columns(self, names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the columns of label, weight and split, by field, and the fields of those that are not
@@ -103,7 +96,7 @@ class TableSource(Source):
         columns |= {"weight": data.weight} if data.weight else {}
         columns |= {"split_column": data.split_column} if data.split_column else {}
         for field, name in columns.items():
-            check_column(names, name, f"data.{field}", self.read_files[0])
+            _check_column(names, name, f"data.{field}", self.read_files[0])
         if columns.get("weight") == columns["label"]:
             raise UserError(
                 f"data.weight={data.weight!r}: this column is already the label; name another one"
@@ -111,7 +104,7 @@ class TableSource(Source):
         # A time or a key may be a feature, too.
         taken = {name: field for field, name in columns.items() if field != "split_column"}
         if not self.base:  # whose roles hold, whatever comes or goes
-            roles_given(names, data, self.schema, taken)
+            _roles_given(names, data, taken)
         return columns, taken
 
     def read(self, progress: Progress, scratch: Path) -> Content:
@@ -123,29 +116,33 @@ class TableSource(Source):
         columns, taken = self._columns(every.names)
         rows, label, answers_B, weights_B = self._labelled(every, columns)
         files = ((TRAIN, self.read_files), (VALID, self.held_files), (TEST, self.test_files))
-        part_B = np.repeat([part for part, some in files for _ in some], rows.sizes)[rows.kept_B]
+        sizes = [part.size for part in rows.parts]
+        part_B = np.repeat([part for part, some in files for _ in some], sizes)[rows.kept_B]
         # Files for validation and test decide nothing about a column.
         num_own = int((part_B == TRAIN).sum())
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(len(rows))
         by = columns.get("split_column")
         column = _single_values(rows, by, "split_column") if by else None
-        split = split_rows(data, self.seed, part_B, classes_B, column)
+        part_B, split_text = split_rows(data, self.seed, part_B, classes_B, column)
         parts: dict[str, Array] = {}
         if self.base:
             # Old and new rows are compared in the earlier encoding, in which the base's arrays are stored.
-            rows = _with_columns(rows, self.base.encoder, taken, data)
-            blocks = _blocks(rows, self.base.encoder, label.encoded(answers_B))
+            base, earlier = self.base
+            rows = _with_columns(rows, earlier, taken, data)
+            blocks = _blocks(rows, earlier, label.encoded(answers_B))
             keys = key_texts(column) if column is not None and data.split == "key" else None
-            split, parts["new_rows"] = extended_split(split, self.base, blocks, keys)
+            longest = max((bag.max_items for bag in earlier.bags), default=1)
+            part_B, text, parts["new_rows"] = extended_split(part_B, base, longest, blocks, keys)
+            split_text += f"; {text}"
         else:
             if label.task == "binary":
-                _check_both_classes(label, classes_B, split.part_B)
-            train_B = split.part_B == TRAIN
+                _check_both_classes(label, classes_B, part_B)
+            train_B = part_B == TRAIN
             label = label.fitted(answers_B[train_B], None if weights_B is None else weights_B[train_B])
         for name, part in _PARTS.items():
-            if len(rows_P := np.flatnonzero(split.part_B == part)):
+            if len(rows_P := np.flatnonzero(part_B == part)):
                 parts[f"{name}_rows"] = rows_P
-        fitted = self._fitted(rows, taken, num_own, split.part_B, progress)
+        fitted = self._fitted(rows, taken, num_own, part_B, progress)
         used = [each.column for each in fitted if each.column.role != "ignore"]
         encoder = Encoder(tuple(sorted(used, key=lambda column: column.order)), label)
         if not encoder.columns:
@@ -156,37 +153,26 @@ class TableSource(Source):
             )
         arrays = {"labels_B": label.encoded(answers_B)}
         arrays |= {} if weights_B is None else {"weights_B": weights_B}
-        return self._content(rows, fitted, encoder, split.text, arrays, parts)
+        return self._content(rows, fitted, encoder, split_text, arrays, parts)
 
     def _labelled(self, rows: Rows, columns: Mapping[str, str]) -> tuple[Rows, Label, Array, Array | None]:
-        """Return the rows with a label and a weight above 0, the label, and their answers and weights. Raises
-        UserError if there are none."""
-        name, weights_B = columns["label"], None
+        """Return the rows with a label, the label, and their answers and weights. Raises UserError if there
+        are none."""
+        name, notes = columns["label"], rows.notes
         cells = _single_values(rows, name, "label")
-        self._check_any(rows, cells.is_not_null().to_numpy(), "label", name, "value")
-        label = self.base.encoder.label if self.base else label_of(name, cells, self.data)
-        answers_B = label.read(cells)
-        keep_B = ~np.isnan(answers_B)
-        left_out = {f"without a value of {name!r}": int((~keep_B).sum())}
-        if "weight" in columns:
-            weights_B = _weights(rows, columns["weight"])
-            left_out["with a weight of 0"] = int((keep_B & (weights_B == 0)).sum())
-            keep_B &= weights_B > 0
-            self._check_any(rows, keep_B, "weight", columns["weight"], "weight above 0")
-            weights_B = weights_B[keep_B]
-        notes = [
-            f"{counted(num, f'row {what} is', f'rows {what} are')} left out"
-            for what, num in left_out.items()
-            if num
-        ]
-        return replace(rows, kept_B=keep_B, notes=rows.notes + notes), label, answers_B[keep_B], weights_B
-
-    def _check_any(self, rows: Rows, found_B: Array, field: str, name: str, what: str) -> None:
-        if not found_B.any():
+        if not cells.count():
             raise UserError(
-                f"data.{field}={name!r}: none of the {len(rows):,} rows of {self.data.path} has a {what} in "
+                f"data.label={name!r}: none of the {len(rows):,} rows of {self.data.path} has a value in "
                 "this column; name another one"
             )
+        label = self.base[1].label if self.base else label_of(name, cells, self.data)
+        answers_B = label.read(cells)
+        keep_B = ~np.isnan(answers_B)
+        weights_B = _weights(rows, columns["weight"])[keep_B] if "weight" in columns else None
+        if num := int((~keep_B).sum()):
+            what = f"without a value of {name!r}"
+            notes = [*notes, f"{counted(num, f'row {what} is', f'rows {what} are')} left out"]
+        return replace(rows, kept_B=keep_B, notes=notes), label, answers_B[keep_B], weights_B
 
     def _fitted(
         self, rows: Rows, taken: Mapping[str, str], num_own: int, part_B: Array, progress: Progress
@@ -195,8 +181,8 @@ class TableSource(Source):
         are new. num_own: the first rows, of data.path."""
         data, fitted = self.data, list[_Fitted]()
         train_B, valid_B = (pl.Series(part_B == part) for part in (TRAIN, VALID))
-        given = {} if self.base else roles_given(rows.names, data, self.schema, taken)
-        before = {column.name: column for column in self.base.encoder.columns} if self.base else {}
+        given = {} if self.base else _roles_given(rows.names, data, taken)
+        before = {column.name: column for column in self.base[1].columns} if self.base else {}
         names = [name for name in rows.names if (name in before if self.base else name not in taken)]
         for number, name in enumerate(names):
             progress("encode columns", number, len(names))
@@ -205,7 +191,9 @@ class TableSource(Source):
             if name in before:
                 column, why = before[name], "as in data.base"
             else:
-                column, why = column_of(name, cells.head(num_own), train, given[name], data, rows.form)
+                column, why = column_of(
+                    name, cells.head(num_own), train, given.get(name, {}), data, rows.form
+                )
                 if not why and column.role == "categorical" and train.dtype == pl.String:
                     why = remedy(name, train)
             one = _Fitted(column, why, _samples(train))
@@ -256,15 +244,11 @@ class TableSource(Source):
             **label.facts(),
         }
         extra = {
-            "base": str(self.base.prepared.path) if self.base else None,
+            "base": str(self.base[0].path) if self.base else None,
             "split": sizes,
             "columns": [{"name": one.column.name, "role": one.column.role} for one in fitted],
             "weight": self.data.weight,
         }
-
-        def save(folder: Path) -> None:
-            encoder.save(folder / "encoder")
-            write_text(folder / "schema.toml", schema_text([one.column for one in fitted]))
 
         return Content(
             arrays | parts,
@@ -273,7 +257,7 @@ class TableSource(Source):
             (*shapes, *arrays),
             extra,
             rows.rejected,
-            save,
+            lambda folder: encoder.save(folder / "encoder"),
             shapes,
             partial(_blocks, rows, encoder, None, longest),
         )
@@ -295,6 +279,37 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
     return source
 
 
+def _check_column(names: Sequence[str], name: str, field: str, path: object) -> None:
+    """Raise UserError if there is no column of a name. field: the field that gives it, for messages."""
+    if not name:
+        raise UserError(f"{field} is not set; name the column to predict, one of: {', '.join(names)}")
+    if name not in names:
+        header = any(not each.isdigit() for each in names)
+        hint = "" if header else "; its first line was read as values: data.header=yes reads it as names"
+        raise UserError(f"{field}={name!r}: {path} has no such column{suggestion(name, names)}{hint}")
+
+
+def _roles_given(
+    names: Sequence[str], data: TableDataConfig, taken: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the roles and separators that flags give, by column. taken: label and weight, each with the
+    field that names it. Raises UserError for a column that is missing or is named twice."""
+    named_by, given = dict(taken), dict[str, dict[str, Any]]()
+    for field, role in ROLE_FIELDS.items():
+        for text in getattr(data, field):
+            name, separator = (text, "") if field != "bags" or text in names else bag_of(text)
+            if field == "ignore" and name not in names:
+                continue  # left out already
+            _check_column(names, name, f"data.{field}", data.path)
+            if name in named_by:
+                raise UserError(
+                    f"data.{field}={name!r}: this column is already named as {named_by[name]}; name it once"
+                )
+            named_by[name] = role
+            given[name] = {"role": role} | ({"separator": separator} if separator else {})
+    return given
+
+
 def _single_values(rows: Rows, name: str, field: str) -> pl.Series:
     cells = rows.column(name)
     if not type_of(cells.dtype):
@@ -304,18 +319,15 @@ def _single_values(rows: Rows, name: str, field: str) -> pl.Series:
 
 
 def _weights(rows: Rows, name: str) -> Array:
-    """Return the rows' weights (B,), as float32, in which a tiny weight may be 0. Raises UserError that names
-    the first wrong one."""
+    """Return the rows' weights (B,), as float32. Raises UserError that shows the first wrong one."""
     cells = _single_values(rows, name, "weight")
-    weights_B: Array = cells.cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy()
-    if len(wrong := np.flatnonzero(~(weights_B >= 0))):
-        files, lines = rows.lines()
-        place = int(wrong[0])
+    weights_B: Array = cells.cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy().astype(np.float32)
+    if len(wrong := cells.filter(pl.Series(~(weights_B > 0)))):
         raise UserError(
-            f"data.weight={name!r}: {files[place]}, line {lines[place]}: holds {cells[place]!r}, but weights "
-            "are numbers of 0 or more; correct it, or leave the row out"
+            f"data.weight={name!r}: holds {wrong[0]!r}, but weights are numbers above 0; correct "
+            f"{counted(len(wrong), 'such row')}, or leave them out"
         )
-    return weights_B.astype(np.float32)
+    return weights_B
 
 
 def _blocks(
@@ -348,11 +360,9 @@ def _check_both_classes(label: Label, classes_B: Array, part_B: Array) -> None:
     for part, number in _PARTS.items():
         found = np.bincount(classes_B[part_B == number].astype(np.int64), minlength=2)
         if found.any() and not found.all():
-            only, rare = label.classes[int(found.argmax())], int(found.argmin())
             raise UserError(
-                f"data.label={label.name}: all {found.sum():,} rows {PARTS[part]} are {only!r}; "
-                f"{label.classes[rare]!r} has {(classes_B == rare).sum():,} of {len(classes_B):,} rows, and "
-                "each part needs one: add such rows, or change data.split"
+                f"data.label={label.name}: all {found.sum():,} rows {PARTS[part]} are "
+                f"{label.classes[int(found.argmax())]!r}; add rows of the other value, or change data.split"
             )
 
 
@@ -399,15 +409,10 @@ def _description(
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"validation values without a training row: {shares}")
     for column, longest in ((one.column, one.longest) for one in fitted):
-        if column.has_ids and not len(column.learned):
-            lines.append(f"{column.name}: no value occurs {data.min_count} times, so all share one embedding")
         if longest > column.max_items:
             lines.append(
                 f"{column.name}: a cell has {longest:,} items; only the first {column.max_items} of each are "
-                "used (max_items in schema.toml)"
+                "used (data.max_items)"
             )
-    lines.append(
-        f"To change a column's role, name it with --data.{', --data.'.join(ROLE_FIELDS)}, or edit a copy of "
-        "this folder's schema.toml and give it as --data.schema-file."
-    )
+    lines.append(f"To change a column's role, name it with --data.{', --data.'.join(ROLE_FIELDS)}.")
     return [f"  {line}" for line in lines]

@@ -1,16 +1,16 @@
 """Which rows are for training, validation and test. Validation: random rows, the latest rows, all rows of
-some keys, or separate files. When a model is retrained, no row that it was trained on is for validation or
-test. Letters: B rows."""
+some keys, or separate files. When a model is retrained, no row that it was trained on is for validation.
+Letters: B rows."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.encoder import Base, padded
+from dphybrid.data.store import Prepared
+from dphybrid.data.table.encoder import padded
 from dphybrid.data.table.kinds import form_as
 from dphybrid.data.table.values import Form, as_names, in_time
 from dphybrid.util.errors import UserError, counted
@@ -21,22 +21,13 @@ _FEW_DISTINCT = 0.1
 """With a smaller share of different rows, equal rows are not taken for the same rows."""
 
 
-TRAIN, VALID, TEST, LEFT_OUT = range(4)
-
-
-@dataclass(frozen=True)
-class RowSplit:
-    """part_B: the part of each row, TRAIN, VALID, TEST or LEFT_OUT. text: how they were chosen, for the
-    summary."""
-
-    part_B: Array
-    text: str
+TRAIN, VALID, TEST = range(3)
 
 
 def split_rows(
     data: TableDataConfig, seed: int, part_B: Array, classes_B: Array, column: pl.Series | None
-) -> RowSplit:
-    """Choose the rows of each part.
+) -> tuple[Array, str]:
+    """Return the part of each row (B,), TRAIN, VALID or TEST, and how they were chosen, for the summary.
 
     part_B: TRAIN, or the part of the row's file. classes_B: classes by which random rows are stratified, so
     that each gives its share. column: cells of data.split_column. Raises UserError if a part would be empty.
@@ -63,7 +54,7 @@ def split_rows(
             )
     if data.test_path is not None and not (part_B == TEST).any():
         raise UserError(f"data.test_path={data.test_path}: no row has a label; dphybrid predict needs none")
-    return RowSplit(part_B, text)
+    return part_B, text
 
 
 def _random(seed: int, classes_B: Array, fraction: float) -> Array:
@@ -139,48 +130,50 @@ def key_texts(column: pl.Series) -> pl.Series:
 
 
 def extended_split(
-    split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]], keys: pl.Series | None = None
-) -> tuple[RowSplit, Array]:
-    """Return the split, corrected for a base: rows that the base trained on are not held out, and rows that
-    it held out still are. Test rows that it has seen are left out. Also return the numbers of the new rows.
+    split_B: Array,
+    base: Prepared,
+    max_items: int,
+    blocks: Iterable[Mapping[str, Array]],
+    keys: pl.Series | None = None,
+) -> tuple[Array, str, Array]:
+    """Return the part of each row, corrected for a base, as rows that the base trained on are not held out,
+    and rows that it held out still are; how they were chosen; and the numbers of the new rows.
 
-    blocks: the rows' arrays in the base's encoding. keys: of data.split=key, so that all rows of a value
-    follow those that the base has seen. Raises UserError if no row is left to hold out.
+    split_B: the part of each row without a base; test rows stay test rows. max_items: most items of a bag's
+    cell. blocks: the rows' arrays in the base's encoding. keys: of data.split=key, so that all rows of a
+    value follow those that the base has seen. Raises UserError if no row is left to hold out.
     """
-    keys_B = _row_keys(blocks, base.encoder.max_items)
-    num_trained_B, num_kept_B = (_counts(keys_B, _part_keys(base, part)) for part in ("train", "valid"))
     # Of equal rows, the first ones are those that the base trained on, the next ones those that it held out.
-    before_B = pl.DataFrame({"key": keys_B}).select(pl.int_range(pl.len()).over("key")).to_series().to_numpy()
-    seen_B = before_B < num_trained_B + num_kept_B
-    kept_B = seen_B & (before_B >= num_trained_B)
-    is_test_B = split.part_B == TEST
-    new_B = ~seen_B & ~is_test_B
-    chosen_B = split.part_B == VALID
+    number, own = pl.int_range(pl.len()).over("key").alias("number"), _row_keys(blocks, max_items)
+    parts = {TRAIN: "train_rows", VALID: "valid_rows"}
+    known = pl.concat(
+        pl.DataFrame({"key": _stored_keys(base, rows, max_items)}).with_columns(part=part)
+        for part, rows in parts.items()
+    )
+    rows = pl.DataFrame({"key": own}).with_columns(number)
+    before = rows.join(known.with_columns(number), ["key", "number"], "left", maintain_order="left")["part"]
+    before_B, is_test_B = before.fill_null(-1).to_numpy(), split_B == TEST
+    trained_B, kept_B, new_B = before_B == TRAIN, before_B == VALID, (before_B < 0) & ~is_test_B
+    chosen_B = split_B == VALID
     if keys is not None:
-        by_key = pl.DataFrame({"key": keys, "trained": seen_B & ~kept_B, "kept": kept_B}).select(
+        by_key = pl.DataFrame({"key": keys, "trained": trained_B, "kept": kept_B}).select(
             pl.col("trained").any().over("key"), pl.col("kept").any().over("key")
         )
-        trained_B, held_before_B = (column.to_numpy() for column in by_key)
-        chosen_B = (chosen_B | held_before_B) & ~trained_B
+        trained_before_B, held_before_B = (column.to_numpy() for column in by_key)
+        chosen_B = (chosen_B | held_before_B) & ~trained_before_B
     held_B = (chosen_B & new_B) | (kept_B & ~is_test_B)
     new = counted(int(new_B.sum()), "row is", "rows are")
-    text = f"{split.text}; {new} new, and the validation split has no row that {base.prepared.path.name} "
-    text += "trained on"
-    if not held_B.any() and len(np.unique(keys_B)) < _FEW_DISTINCT * len(keys_B):
+    text = f"{new} new, and the validation split has no row that {base.path.name} trained on"
+    if not held_B.any() and len(np.unique(own)) < _FEW_DISTINCT * len(own):
         # Nearly all rows equal earlier ones, whether they are the same or not.
         held_B = chosen_B & ~is_test_B
-        text = f"{split.text}; {new} new; rows repeat so often that new ones look like known ones"
-    # A test row counts as seen however often its like occurs among the other rows.
-    known_B = num_trained_B + num_kept_B > 0
-    part_B = np.where(is_test_B, np.where(known_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
+        text = f"{new} new; rows repeat so often that new ones look like known ones"
+    part_B = np.where(is_test_B, TEST, np.where(held_B, VALID, TRAIN))
     if not held_B.any() or not (part_B == TRAIN).any():
         raise UserError(
             "data.base: the earlier model was trained on every row that could be held out; wait for more rows"
         )
-    if left := int((part_B == LEFT_OUT).sum()):
-        seen = counted(left, "test row that it has seen is", "test rows that it has seen are")
-        text += f"; {seen} left out"
-    return RowSplit(part_B, text), np.flatnonzero(new_B)
+    return part_B, text, np.flatnonzero(new_B)
 
 
 def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
@@ -200,16 +193,9 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     return np.concatenate(keys)
 
 
-def _counts(keys_B: Array, among: Array) -> Array:
-    """Return how many rows of `among` equal each row (B,)."""
-    counts = pl.Series("key", among).value_counts(name="rows")
-    found = pl.DataFrame({"key": keys_B}).join(counts, "key", how="left", maintain_order="left")
-    return found["rows"].fill_null(0).cast(pl.Int64).to_numpy()
-
-
-def _part_keys(base: Base, part: str) -> Array:
-    """Return the keys of the rows of a part of the base."""
-    arrays, rows_B = base.prepared.arrays, base.prepared.arrays[f"{part}_rows"]
-    names, starts = base.prepared.manifest.batch_arrays, range(0, len(rows_B), _BLOCK)
+def _stored_keys(base: Prepared, part: str, max_items: int) -> Array:
+    """Return the keys of some rows of the base. part: the array with their numbers."""
+    arrays, rows_B = base.arrays, base.arrays[part]
+    names, starts = base.manifest.batch_arrays, range(0, len(rows_B), _BLOCK)
     blocks = ({name: arrays[name][rows_B[start : start + _BLOCK]] for name in names} for start in starts)
-    return _row_keys(blocks, base.encoder.max_items)
+    return _row_keys(blocks, max_items)

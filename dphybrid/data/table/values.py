@@ -1,7 +1,6 @@
 """The one form of a value: the type that its column got in training. Cells of every container (file, frame,
 records) pass `typed` before anything else looks at them."""
 
-import ast
 import re
 from collections.abc import Collection
 from typing import Literal
@@ -10,17 +9,16 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config import Section
+from dphybrid.data.batches import Array
 from dphybrid.util.errors import UserError
-
-Array = np.ndarray
 
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Fills up the positions behind the last item of a bag."""
 EXACT = 2**53
 """Floats hold whole numbers exactly up to here."""
-FLAG_WORDS = {"true": "true", "false": "false"}
-_FLAGS = FLAG_WORDS | {"1": "true", "1.0": "true", "0": "false", "0.0": "false", "t": "true", "f": "false"}
+_FLAGS = {"true": "true", "1": "true", "1.0": "true", "t": "true"}
+_FLAGS |= {"false": "false", "0": "false", "0.0": "false", "f": "false"}
 UNITS = {"s": 10**6, "ms": 10**3, "us": 1, "ns": 10**-3}
 """Microseconds of a unit of time."""
 _ISO = ("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S%.f%#z", "%Y-%m-%d %H:%M%#z")
@@ -161,11 +159,8 @@ def as_names(cells: pl.Series, form: Form, no_value: Collection[str] | None = No
 
 
 def items_of(cells: pl.Series, separator: str) -> pl.Series:
-    """Return lists of the items of each cell, without empty ones. separator: of texts; [] for lists as JSON
-    and Python write them."""
-    if cells.dtype == pl.String and separator == "[]":
-        cells = pl.Series(cells.name, [_list(text) for text in cells], dtype=pl.List(pl.String))
-    elif cells.dtype == pl.String:
+    """Return lists of the items of each cell, without empty ones. separator: of texts."""
+    if cells.dtype == pl.String:
         cells = cells.str.split(separator)
     elif isinstance(cells.dtype, pl.Array):
         cells = cells.arr.to_list()
@@ -174,17 +169,6 @@ def items_of(cells: pl.Series, separator: str) -> pl.Series:
     if getattr(cells.dtype, "inner", None) == pl.String:
         cells = cells.list.eval(pl.element().str.strip_chars().replace("", None))
     return cells.list.drop_nulls()
-
-
-def _list(text: str | None) -> list[str] | None:
-    """Return the items of a list in a text; of another text itself as the only item."""
-    if not text:
-        return None
-    try:
-        found = ast.literal_eval(text.replace("null", "None") if "null" in text else text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return [text]
-    return [str(item) for item in found if item is not None] if isinstance(found, list) else [text]
 
 
 def in_time(values: pl.Series, where: str) -> Array:

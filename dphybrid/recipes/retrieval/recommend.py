@@ -26,8 +26,6 @@ from dphybrid.data.table.frames import (
     Written,
     as_frame,
     new_rows,
-    of_objects,
-    rows_of,
     table_target,
     write_frames,
 )
@@ -155,7 +153,7 @@ class Recommender:
         without these columns, and if there is nothing to find."""
         d = self._data
         if isinstance(rows, str | Path):
-            with rows_of(str(rows), d, [d.user, d.item]) as read:
+            with new_rows(find_files(str(rows), "data.path"), d, [d.user, d.item], whole=True) as read:
                 frame = _used(read, d)
         else:
             frame = as_frame(rows, "the rows").lazy().collect()
@@ -218,7 +216,8 @@ class Recommender:
 
     def _names(self, values: Any, column: str) -> pl.Series:
         """Return the names of users or items in the form that training settled; null for no value."""
-        cells = values if isinstance(values, pl.Series) else of_objects(column, list(values))
+        cells = values if isinstance(values, pl.Series) else list(values)
+        cells = as_frame({column: cells}, "the names").lazy().collect()[column]
         return as_names(cells, self._forms[column], self._data.no_value)
 
     def _item_ids(self, names: pl.Series) -> Array:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source, source_digests
-from dphybrid.data.table.delimited import read_text
+from dphybrid.data.table.delimited import encoding_of
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, read_tokens, save_tokens
@@ -83,6 +83,20 @@ Documents = list[tuple[str, str]]
 """Names and texts."""
 
 
+def _read_text(file: Path, encoding: str) -> str:
+    """Return the whole text of a file. Raises UserError if it cannot be decoded."""
+    raw, encoding = file.read_bytes(), encoding_of(file, encoding)
+    try:
+        text = raw.decode("utf-8-sig" if encoding == "utf-8" else encoding)
+        return text.replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"data.path={file}: is not {encoding.upper()} text (line {line}); set data.encoding=latin-1 or "
+            "utf-16, or save it as UTF-8"
+        ) from error
+
+
 @dataclass(frozen=True)
 class _TextSource(Source):
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
@@ -128,9 +142,9 @@ class _TextSource(Source):
         if not files:
             found = sorted(_python_reference().items())
         elif len(files) > 1:
-            found = [(self._name(file), read_text(file, encoding)) for file in files]
+            found = [(self._name(file), _read_text(file, encoding)) for file in files]
         else:
-            text = read_text(files[0], encoding).strip()
+            text = _read_text(files[0], encoding).strip()
             # Without blank lines each line is a document, so that there is something to hold out.
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
             found = [(f"paragraph {number}", paragraph) for number, paragraph in enumerate(paragraphs, 1)]
