@@ -2,7 +2,7 @@
 ranks of known answers.
 
 Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S hidden rows per query
-(padded), H hidden rows of all queries, K best rows to return, C columns that may hold them.
+(padded), H hidden rows of all queries, K best rows to return.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,6 @@ from dphybrid.embedding.table import HostEmbedding
 
 SCORES = 2**23
 """Number of scores held at a time, which sets the size of a block."""
-_GROUP = 64
-"""Number of scores of which only the best one is looked at first, see `_top`."""
 _TIE = 1e-6
 """Relative difference below which scores count as equal: the same sum in another order may differ by that."""
 
@@ -136,26 +134,8 @@ class Best:
 
     def add(self, start: int, scores_QN: Tensor) -> None:
         """Add a block of scores, whose first row is `start`."""
-        top_QK, offset_QK = _top(scores_QN, min(self.scores_QK.shape[1], scores_QN.shape[1]))
+        top_QK, offset_QK = scores_QN.topk(min(self.scores_QK.shape[1], scores_QN.shape[1]))
         row_QK = (offset_QK + start).where(top_QK > -torch.inf, -1)
         both_Q2K = torch.cat([self.scores_QK, top_QK], 1)
         self.scores_QK, chosen_QK = both_Q2K.topk(self.scores_QK.shape[1])
         self.rows_QK = torch.cat([self.rows_QK, row_QK], 1).gather(1, chosen_QK)
-
-
-def _top(scores_QN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best scores of each query, best first, and their columns."""
-    num_groups = scores_QN.shape[1] // _GROUP
-    if scores_QN.device.type != "cpu" or num_groups < 4 * k:
-        top_QK, column_QK = scores_QN.topk(k)
-        return top_QK, column_QK
-    # The k best scores are in the k groups with the best maxima, or among the columns behind the last group.
-    # Maxima are read at the speed of memory; topk looks at each score by itself.
-    grouped = num_groups * _GROUP
-    group_QK = scores_QN[:, :grouped].unflatten(1, (num_groups, _GROUP)).amax(2).topk(k, sorted=False).indices
-    first_QK1 = (group_QK * _GROUP).unsqueeze(2)
-    column_QC = (first_QK1 + torch.arange(_GROUP)).flatten(1)
-    rest_QC = torch.arange(grouped, scores_QN.shape[1]).expand(len(scores_QN), -1)
-    column_QC = torch.cat([column_QC, rest_QC], 1)
-    top_QK, place_QK = scores_QN.gather(1, column_QC).topk(k)
-    return top_QK, column_QC.gather(1, place_QK)

@@ -88,19 +88,6 @@ def test_steps_are_those_of_an_optimizer_with_a_parameter_a_row(
     torch.testing.assert_close(table.weight.double(), torch.stack(rows), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dim", [3, 16, 100])
-@pytest.mark.parametrize("lookups", [1, 2])
-def test_every_occurrence_of_a_row_counts_in_its_gradient(dim: int, lookups: int) -> None:
-    table = HostEmbedding(6, dim, seed=1)
-    before = table.weight.detach().clone()
-    ids = torch.tensor([1] * 40 + [2] * 9 + [4] + [1] * 5)
-    grads = torch.randn(lookups, len(ids), dim, generator=torch.Generator().manual_seed(0))
-    torch.autograd.backward([table(ids) for _ in range(lookups)], list(grads))
-    row_optimizer("sgd", {"t": table}, lr=1.0).step()
-    expected = torch.zeros(6, dim).index_add_(0, ids.repeat(lookups), grads.flatten(0, 1))
-    torch.testing.assert_close(before - table.weight.detach(), expected, rtol=1e-5, atol=1e-5)
-
-
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)

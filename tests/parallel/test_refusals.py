@@ -1,13 +1,10 @@
 """What DataParallel refuses: modules, inputs and outputs, each by name and with the remedy."""
 
 import re
-import types
 from array import array
-from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -75,7 +72,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: wraps(output_device="cuda:7"), "output_device='cuda:7' does not exist"),
     (lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))), "module '0' is data-parallel itself"),
     (
-        lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
+        lambda: wraps(nn.Sequential(torch.compile(nn.Identity(), backend="eager"))),
         "module '0' is compiled, and replicas would run the original's code",
     ),
     (lambda: wraps(nn.LazyLinear(3)), "has parameters without a size yet; run it once on a sample first"),
@@ -139,16 +136,11 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: takes([Carrier(X)]), "input[0][0]: a Carrier carries tensors"),
     (lambda: takes(Slotted(X)), "input[0]: a Slotted carries tensors"),
-    (lambda: takes({X, -X}), "input[0]: a set carries tensors"),
-    (lambda: takes(map(torch.neg, X)), "input[0]: a map can be read only once"),
     (lambda: takes(nn.Linear(2, 2)), "input[0]: a Linear carries tensors"),
-    (lambda: takes(UserDict(x=X)), "input[0]: a UserDict carries tensors"),
     (lambda: takes(X, {"w": array("d", [1.0] * 8)}), "w']: a array is not split"),
-    (lambda: takes(X, [np.ma.array(np.arange(8.0))]), "input[1][0]: a MaskedArray is not split"),
     (lambda: takes(X, pl.Series([1.0] * 8)), "input[1]: a Series is not split"),
     (lambda: takes(X, pl.DataFrame({"w": [1.0] * 8})), "input[1]: a DataFrame is not split"),
     (lambda: gives({"a": X}, {"b": X}), "output: replicas returned different containers"),
-    (lambda: takes(types.MappingProxyType({"x": X})), "carries tensors"),
 ]
 
 
@@ -206,10 +198,7 @@ def test_a_table_in_distributed_data_parallel_refuses_before_torchs_backward(tmp
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DataParallel(nn.Linear(3, 3), "cpu"), "module '1' is data-parallel itself"),
         (lambda: torch.compile(nn.Linear(3, 3), backend="eager"), "module '1' is compiled"),
-        (lambda: nn.SyncBatchNorm(3), "module '1' is a SyncBatchNorm, which synchronises processes"),
-        (lambda: nn.LazyLinear(3), "module '1' has parameters without a size"),
         (lambda: nn.Linear(3, 3, device="meta"), "weight of module '1' is on meta"),
     ],
 )
