@@ -75,4 +75,4 @@ def test_words_keep_their_marks_and_signs_stay_whole(tmp_path: Path) -> None:
 def test_a_blank_last_line_makes_no_paragraph(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("".join(f"line {i} of some\n" for i in range(60)) + "\n")
     prepared = prepare("text", TextDataConfig(path=str(tmp_path / "x.txt"), window=4), tmp_path / "p", 0)
-    assert "whole documents" in prepared.describe()
+    assert "whole document" in prepared.describe()

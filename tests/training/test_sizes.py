@@ -40,7 +40,7 @@ def test_triples_have_about_as_many_batches_an_epoch(rows: int, batch_size: int)
 def test_given_values_win() -> None:
     config, lines = of_ctr(1000, batch_size=100, epochs=7, patience=0, lr=0.01)
     assert (config.train.batch_size, config.train.epochs, config.train.patience) == (100, 7, 0)
-    assert lines == ["table.lr=0.05: 5 x train.lr, for only 70 steps"]
+    assert lines == ["table.lr=0.05: 5 x train.lr, as there are only 70 steps"]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_rows_of_columns_of_many_values_learn_slowly(rows: int, values: int, sha
     config = build_config({"recipe": "ctr"})
     found, lines = find_recipe("ctr").sized(config, rows, {"num_ids": [7, values]})
     assert found.table.lr == pytest.approx(share * config.train.lr)
-    why = f", for {rows / values:.3g} rows per value of a column of {values:,} values"
+    why = f", as a column of {values:,} values has {rows / values:.3g} rows per value"
     told = why if values > 1000 else ""
     assert lines[-1] == f"table.lr={found.table.lr:g}: {share:g} x train.lr{told}"
 

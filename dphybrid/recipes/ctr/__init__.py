@@ -122,15 +122,15 @@ class Ctr(Recipe):
         steps = config.train.epochs * math.ceil(num_rows / config.train.batch_size)
         rate, reason = 1.0, ""
         if once and config.table.optimizer == "adagrad":
-            rate, reason = _ONE_PASS_ROWS, ", for one pass of adagrad"
+            rate, reason = _ONE_PASS_ROWS, ", as adagrad makes one pass"
         elif is_mlp:  # other networks have products of rows, which need the rate of the blocks
             if values > _MANY_VALUES:  # rare ones are overfitted
                 per_value = num_rows / values
                 rate = min(max(_SLOW_ROWS * (per_value / _ROWS_PER_VALUE) ** 2, _SLOW_ROWS), 1.0)
-                reason = f", for {per_value:.3g} rows per value of a column of {values:,} values"
+                reason = f", as a column of {values:,} values has {per_value:.3g} rows per value"
             if is_short and steps < STEPS:  # slower rows would not get far
                 rate = min(rate * STEPS / max(steps, 1), _FAST_ROWS)
-                reason += f", for only {steps:,} steps"
+                reason += f", as there are only {steps:,} steps"
         told = f"{rate:.3g} x train.lr{reason}"
         config, last = with_chosen(config, {"table.lr": (rate * config.train.lr, told)})
         return config, lines + more + last

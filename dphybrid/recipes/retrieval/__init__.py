@@ -166,7 +166,7 @@ class Retrieval(Recipe):
         users, items = info["num_users"], info["num_items"]
         size = min(max(2 ** round(math.log2(max(1.0, users / share))), least), 512)
         chosen: dict[str, tuple[object, str]] = {
-            "train.batch_size": (size, f"users, of {users:,}"),
+            "train.batch_size": (size, f"counts users, of whom there are {users:,}"),
             "model.softmax": (
                 "sampled" if model.is_sampled(items) else "full",
                 f"{items:,} items, full up to {FULL_ITEMS:,}",

@@ -190,7 +190,7 @@ class _TextSource(Source):
                     f"data.window={d.window} needs; give more text, a smaller data.window, or another "
                     "data.valid_fraction"
                 )
-            whole = "" if self.parts.get(name) else f"{len(documents)} whole documents, "
+            whole = "" if self.parts.get(name) else f"{counted(len(documents), 'whole document')}, "
             lines.append(
                 f"  {len(tokens):,} tokens to train"
                 if name == "train"
