@@ -58,7 +58,7 @@ def sweep_hybrid(
         tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
         results = run_sweep(chosen, settings, stop, at_once, tags)
         stop.obey("with runs left; they continue when the sweep does")
-        if failed := [result.why_failed for result in results if result.why_failed]:
+        if failed := [result["failed"] for result in results if "failed" in result]:
             texts = "\n".join(failed)
             return Failed(message=f"{len(failed)} of {len(results)} runs failed: {texts}")
         return Completed(message=f"{len(results)} runs trained, with the tag {SWEEP_TAG}={chosen.name}")

@@ -1,6 +1,6 @@
-"""What a person types first: help, init, plan, wrong input; and Ctrl-C during imports."""
+"""What a person types first: help, wrong input; and Ctrl-C during imports."""
 
-import os
+import io
 import re
 import shlex
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.main import command_of
+from dphybrid.cli.main import command_of, main
 from dphybrid.config import flatten
 from dphybrid.recipes.configs import build_config, given_values, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
@@ -18,13 +18,15 @@ from tests.commands import command, python
 from tests.conftest import REPOSITORY
 
 
-def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(tmp_path: Path) -> None:
-    file = tmp_path / "t.csv"
-    file.write_text("größe,y\n" + "".join(f"{n % 7},{n % 2}\n" for n in range(60)), encoding="utf-8")
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "DPHYBRID_DATA_DIR": str(tmp_path)}
-    words = ["--data.path", str(file), "--data.label", "y"]
-    done = python("-m", "dphybrid", "prepare", *words, cwd=REPOSITORY, env=env)
-    assert r"gr\xf6\xdfe" in done.stdout
+def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "".join(f"{n % 7},{n % 2}\n" for n in range(60))
+    Path("t.csv").write_text("größe,y\n" + rows, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", shown := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        assert main(["prepare", "--data.path", "t.csv", "--data.label", "y"]) == 0
+    assert rb"gr\xf6\xdfe" in shown.buffer.getvalue()
 
 
 def test_the_help_of_training_lists_recipes_and_a_tables_flags() -> None:

@@ -190,7 +190,9 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
     found = dict[str, dict[str, str]]()
     with suppress(OSError, TypeError, KeyError):  # no source: a class of a notebook, say
         for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-            for field, text in pairwise(node.body) if isinstance(node, ast.ClassDef) else ():
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for field, text in pairwise(node.body):
                 words = text.value if isinstance(text, ast.Expr) else None
                 if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
                     assert isinstance(field.target, ast.Name)

@@ -48,12 +48,12 @@ class Flags(ExperimentCommand):
         with stop_signals(stop):
             results = run_sweep(sweep, settings, stop, self.at_once)
         for result in results:
-            facts = {n: metric_text(v) if isinstance(v, float) else v for n, v in result.row.items() if v}
+            facts = {n: metric_text(v) if isinstance(v, float) else v for n, v in result.items() if v}
             print("  ".join(f"{name}={value}" for name, value in facts.items()))
         print(f"Study: {sweep.folder(settings) / 'study.journal'}")
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
-        return 1 if any(result.why_failed for result in results) else 0
+        return 1 if any("failed" in result for result in results) else 0
 
 
 def _grid(text: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ goes on from it. The folder also holds a log of each training. Only this module 
 """
 
 import itertools
-import math
 import os
 import signal
 import subprocess
@@ -42,7 +41,6 @@ from dphybrid.util.files import make_folder, write_text
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import flag_text
 
-_MAX_RUNS = 256
 _RUN, _WHY, _FACTS = "run", "why", "facts"
 """Attributes of a trial: the name of its run, why it has no result, and its metrics and MLflow address."""
 _END_S = 25.0
@@ -54,13 +52,8 @@ class RunFailed(Exception):
     """A run's process ended without a result."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a run of a sweep. row: its name, values and metrics, or why there are none, for a table.
-    why_failed: "" if it was trained, or if the search ended it early, which is no failure."""
-
-    row: dict[str, Any]
-    why_failed: str = ""
+Result = dict[str, Any]
+"""What became of a run: its name, its values, and its metrics, or why it has none (`failed` or `pruned`)."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +105,10 @@ class Sweep:
 
     def cells(self) -> list[dict[str, str]]:
         """Return the values of each run of the grid, the last field changing fastest; of a search, one for
-        each choice and end of a range. Raises UserError for too many combinations."""
+        each choice and end of a range."""
         choices = {field: _choices(values) for field, values in self.space().items()}
         if self.trials:
             return [{field: text} for field, texts in choices.items() for text in texts]
-        if (count := math.prod(map(len, choices.values()))) > _MAX_RUNS:
-            raise UserError(f"grid: {count:,} combinations, at most {_MAX_RUNS} are allowed")
         return [dict(zip(choices, texts, strict=True)) for texts in itertools.product(*choices.values())]
 
     def run_name(self, number: int) -> str:
@@ -339,8 +330,8 @@ def _results(study: optuna.Study, not_run: str) -> list[Result]:
         given = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # of one in the queue
         row = {"run": name, **{field: flag_text(value) for field, value in given.items()}}
         if trial.state == TrialState.COMPLETE:
-            results.append(Result({**row, "failed": "", **trial.user_attrs[_FACTS]}))
+            results.append(row | trial.user_attrs[_FACTS])
         else:
             why = trial.user_attrs.get(_WHY, not_run)
-            results.append(Result({**row, "failed": why}, "" if trial.state == TrialState.PRUNED else why))
+            results.append(row | {"pruned" if trial.state == TrialState.PRUNED else "failed": why})
     return results

@@ -61,7 +61,7 @@ class Sweeps:
         """Run the sweep; return what became of each run, by the run's name."""
         config = load_config(None, ["recipe=digits", "devices=cpu", *values])
         results = run_sweep(Sweep("s", config, grid, trials), load_settings(), StopRequest(), at_once)
-        return {result.row["run"]: result for result in results}
+        return {result["run"]: result for result in results}
 
 
 @pytest.fixture
@@ -84,20 +84,18 @@ def test_a_search_goes_on_where_it_was_stopped(sweeps: Sweeps) -> None:
     results = sweeps.go(SPACE, trials=5)
     assert sweeps.trained[3:] == ["s-003", "s-005", "s-006"]  # trial 4 is the third run again
     assert [*results] == ["s-001", "s-002", "s-003", "s-005", "s-006"]
-    assert all(0.001 <= float(found.row["train.lr"]) <= 0.1 for found in results.values())
-    assert (
-        len({found.row["train.lr"] for found in results.values()}) == 5
-    )  # no draw comes again after a start
+    assert all(0.001 <= float(found["train.lr"]) <= 0.1 for found in results.values())
+    assert len({found["train.lr"] for found in results.values()}) == 5  # no draw comes again after a start
     sweeps.go(SPACE, trials=5)
     assert len(sweeps.trained) == 6
 
 
 def test_runs_below_the_median_end_early(sweeps: Sweeps) -> None:
     results = sweeps.go(SPACE, trials=10).values()
-    ended = [float(found.row["train.lr"]) for found in results if found.row["failed"].startswith("pruned")]
+    ended = [float(found["train.lr"]) for found in results if "pruned" in found]
     assert ended
-    assert not any(found.why_failed for found in results)
-    assert min(ended) > min(float(found.row["train.lr"]) for found in results if not found.row["failed"])
+    assert not any("failed" in found for found in results)
+    assert min(ended) > min(float(found["train.lr"]) for found in results if "accuracy" in found)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -106,15 +104,15 @@ def test_each_cell_of_a_grid_is_trained_once_and_failed_ones_again(sweeps: Sweep
     results = sweeps.go(GRID, at_once=at_once)
     names = [f"s-00{number}" for number in range(1, 7)]
     assert sorted(sweeps.trained) == names == [*results]
-    assert [(found.row["train.lr"], found.row["train.batch_size"]) for found in results.values()] == [
+    assert [(found["train.lr"], found["train.batch_size"]) for found in results.values()] == [
         (str(lr), str(size)) for lr in GRID["train.lr"] for size in GRID["train.batch_size"]
     ]
-    failed = {name: found.why_failed for name, found in results.items() if found.why_failed}
+    failed = {name: found["failed"] for name, found in results.items() if "failed" in found}
     assert failed == {name: f"{name} fails" for name in sorted(sweeps.failing)}
     again, sweeps.failing = sorted(sweeps.failing), set()
     results = sweeps.go(GRID, at_once=at_once)
     assert sorted(sweeps.trained[6:]) == again
-    assert [found.row["accuracy"] for found in results.values()] == [
+    assert [found["accuracy"] for found in results.values()] == [
         1 - lr for lr in GRID["train.lr"] for _ in "ab"
     ]
     sweeps.go(GRID, at_once=at_once)
@@ -130,7 +128,7 @@ def test_a_sweep_that_was_killed_goes_on_even_after_half_a_line(sweeps: Sweeps, 
     with journal.open("ab") as stream:
         stream.write(b'{"op_code":4,"worker_id":"x"')
     results = sweeps.go(GRID)
-    assert not any(found.why_failed for found in results.values())
+    assert not any("failed" in found for found in results.values())
     assert sweeps.trained[-1] == sweeps.trained[2]
     assert len(set(sweeps.trained)) == 6
     assert len(sweeps.trained) == 7
@@ -184,13 +182,12 @@ def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
         ({"train.epochs": [1, -1]}, 0, "grid: .train.epochs=-1.*train.epochs"),
         ({"train.batchsize": [1]}, 0, "batchsize=1.: .*did you mean 'train.batch_size'"),
         ({"train.lr": ["x"]}, 0, ".train.lr=x.: .*must be a valid number$"),
-        ({"train.seed": list(range(380))}, 0, "380 combinations"),
     ):
         with refused(words):
             sweeps.go(grid, trials=trials)
     assert sweeps.trained == []
     found = sweeps.go({"train.batch-size": [64]})["s-001"]
-    assert found.row["train.batch_size"] == "64"  # the name of the param, by which runs are compared
+    assert found["train.batch_size"] == "64"  # the name of the param, by which runs are compared
 
 
 def test_a_run_is_ended_once_it_is_enough(data_dir: Path, tmp_path: Path) -> None:
