@@ -1,7 +1,6 @@
 """The flow as people start it in a terminal, without a server, and the temporary server that it starts."""
 
 import errno
-import json
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from prefect.settings import (
 
 from dphybrid.orchestration import supervised
 from dphybrid.run import job
+from dphybrid.run.pages import Report
 from dphybrid.util.stop import StopRequest
 from flows import train_hybrid
 from tests.commands import command
@@ -57,11 +57,10 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
     assert "Reusing prepared data" in out
     assert "Task run" not in out + err  # the flow says each step itself
     assert "does not take records" not in out + err
-    report = json.loads((data_dir / "runs/mine/report.json").read_text())
-    assert report["run_id"] in out
-    assert report["best_checkpoint"] in out
-    assert report["ui_command"] in out
-    assert Path(report["best_checkpoint"], "state.json").is_file()
+    report = Report.read(data_dir / "runs/mine/report.json")
+    for shown in (report.run_id, report.best_checkpoint, report.ui_command):
+        assert shown in out
+    assert Path(report.best_checkpoint, "state.json").is_file()
     with closing(sqlite3.connect(database)) as tables:
 
         def counts(query: str) -> dict[str, int]:
