@@ -1,8 +1,7 @@
 """A stand-in for nvidia-ml-py: the same functions, answers and errors, for GPUs that a JSON file describes.
 
 FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load",
-"processes": [[pid, gib], ...], "error": NAME?, "mig"?: true, "watts"?, "celsius"?,
-"hides": ["load", "processes", "power"]?}, ...]}.
+"processes": [[pid, gib], ...], "error": NAME?, "mig"?: true, "hides": ["load", "processes"]?}, ...]}.
 Processes read it at each call, so a test can change their GPUs while they run.
 """
 
@@ -17,7 +16,6 @@ from pynvml import (  # noqa: F401 - callers catch and compare the real library'
     NVML_DEVICE_MIG_ENABLE,
     NVML_ERROR_DRIVER_NOT_LOADED,
     NVML_ERROR_LIBRARY_NOT_FOUND,
-    NVML_TEMPERATURE_GPU,
     NVMLError,
     NVMLError_NoPermission,
     NVMLError_NotSupported,
@@ -127,14 +125,3 @@ def nvmlDeviceGetUtilizationRates(handle: tuple[int, ...]) -> SimpleNamespace:
 def nvmlDeviceGetHandleByUUID(uuid: str) -> tuple[int, ...]:
     (index,) = [index for index, found in enumerate(_state()["gpus"]) if found["uuid"] == uuid]
     return (index,)
-
-
-def nvmlDeviceGetPowerUsage(handle: tuple[int, ...]) -> int:
-    found = _find(handle)
-    if "power" in found.get("hides", []):
-        _raise("NOT_SUPPORTED")
-    return 1000 * found["watts"]
-
-
-def nvmlDeviceGetTemperature(handle: tuple[int, ...], sensor: int) -> int:
-    return _find(handle)["celsius"]

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import import_named
-from dphybrid.util.limited import NVML_LIMIT_S, Limited
 
 GIB = 2**30
 LOOK_EVERY_S = 1.0
@@ -73,19 +72,10 @@ class Inventory:
             raise UserError(f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); use pynvml") from error
         self.reason, self.broken = "", False
         self._open = False
-        self._limited = Limited(self._read, NVML_LIMIT_S)
 
     def read(self) -> tuple[Gpu, ...]:
-        """Return all units now. Without a driver, or when it does not answer, return none and set `reason`; a
-        GPU that fails is included with its `fault`."""
-        try:
-            return self._limited()
-        except TimeoutError:
-            self.reason = f"NVML: has not answered for {NVML_LIMIT_S:g} s; see `nvidia-smi`"
-            self.broken = True
-            return ()
-
-    def _read(self) -> tuple[Gpu, ...]:
+        """Return all units now. Without a driver, return none and set `reason`; a GPU that fails is included
+        with its `fault`."""
         nvml = self._nvml
         try:
             if not self._open:

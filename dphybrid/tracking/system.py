@@ -7,8 +7,6 @@ from typing import Any
 
 import psutil
 
-from dphybrid.util.limited import NVML_LIMIT_S, Limited
-
 _MIB = 2**20
 
 
@@ -33,14 +31,12 @@ class SystemMetrics:
             "system/memory_pct": psutil.virtual_memory().percent,
             "system/process_rss_mb": self._own.memory_info().rss / _MIB,
         }
-        with suppress(TimeoutError):  # the GPUs' driver hangs
-            values |= self._gpus()
-        return values
+        return values | self._gpus()
 
 
 def _gpu_reader(gpus: Sequence[str]) -> Callable[[], dict[str, float]]:
     """Return a function that reads the GPUs with these UUIDs through NVML, without the values that a device
-    does not report. It raises TimeoutError when the driver hangs."""
+    does not report."""
     if not gpus:
         return dict
     import pynvml  # here, because a machine without GPUs needs no NVML
@@ -51,10 +47,7 @@ def _gpu_reader(gpus: Sequence[str]) -> Callable[[], dict[str, float]]:
         return dict
     questions: dict[str, Callable[[Any], float]] = {
         "memory_mb": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / _MIB,
-        "memory_pct": lambda gpu: 100 * (memory := pynvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total,
         "utilization_pct": lambda gpu: float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-        "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-        "temperature_c": lambda gpu: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
     }
 
     def read() -> dict[str, float]:
@@ -65,4 +58,4 @@ def _gpu_reader(gpus: Sequence[str]) -> Callable[[], dict[str, float]]:
                     values[f"system/gpu{number}_{name}"] = ask(pynvml.nvmlDeviceGetHandleByUUID(uuid))
         return values
 
-    return Limited(read, NVML_LIMIT_S)
+    return read

@@ -1,4 +1,4 @@
-"""GPUs, when they are free, leases and their queue, through a stand-in for NVML; no hung driver stops it."""
+"""GPUs, when they are free, leases and their queue, through a stand-in for NVML."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from datetime import datetime
@@ -23,11 +22,9 @@ from dphybrid.gpus import leases
 from dphybrid.gpus.devices import leased_devices
 from dphybrid.gpus.inventory import Inventory, busy_reason, visible
 from dphybrid.gpus.leases import Wanted, asked_by, find_holder, free_now, try_lease
-from dphybrid.orchestration import worker
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
-from dphybrid.util.limited import Limited
 from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, stand_in, write_state
@@ -306,44 +303,6 @@ def test_one_reading_that_fails_ends_no_wait(two: Path, fake: Inventory, folder:
         assert len(lease.gpus) == 2
     assert busy_reason(busy[0], settings) in told[0]
     assert "NVML: Unknown Error" in told
-
-
-def test_a_call_that_hangs_is_left_behind_and_not_begun_again() -> None:
-    begun, go_on = list[int](), threading.Event()
-
-    def hang() -> int:
-        begun.append(1)
-        go_on.wait()
-        return 7
-
-    limited = Limited(hang, 0.05)
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            limited()
-    assert len(begun) == 1
-    go_on.set()
-    time.sleep(0.05)
-    assert limited() == 7
-    with pytest.raises(ZeroDivisionError):
-        Limited(lambda: 1 // 0, 5)()
-
-
-def test_a_worker_whose_nvml_hangs_goes_on_and_says_so(
-    two: Path,
-    folder: Path,
-    fake: Inventory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    one, go_on = worker.DrainingWorker(work_pool_name="gpu", name="one"), threading.Event()
-    monkeypatch.setattr(worker.DrainingWorker, "num_running", property(lambda _: 0))
-    one.inventory, settings = fake, Settings(lease_dir=folder)
-    assert one._room(settings) == 2
-    monkeypatch.setattr("tests.fake_nvml.nvmlDeviceGetCount", go_on.wait)
-    monkeypatch.setattr(fake, "_limited", Limited(fake._read, 0.1))
-    assert [one._room(settings) for _ in range(3)] == [0, 0, 0]
-    assert caplog.text.count("has not answered for 20 s; see `nvidia-smi`; runs that need a GPU stay") == 1
-    go_on.set()
 
 
 RUN = """
