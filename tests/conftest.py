@@ -21,7 +21,7 @@ LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 """Whether the nightly tests run, too."""
 
 SERVERS = {
-    "flows/test_{}.py": ("served", "workers"),
+    "flows/test_{}.py": ("deployments", "workers"),
     "flows/test_{}_hybrid.py": ("retrain", "sweep", "train"),
     "tracking/test_{}.py": ("outage", "secrets"),
 }

@@ -47,7 +47,7 @@ def test_a_server_that_refuses_is_not_one_that_does_not_answer() -> None:
             raise ObjectAlreadyExists(httpx.HTTPStatusError("", request=answer.request, response=answer))
 
 
-def test_the_forms_begin_with_data_label_recipe_and_devices_and_describe_each_value() -> None:
+def test_the_forms_begin_with_the_same_fields_and_describe_each() -> None:
     for name in ("train_hybrid", "retrain_hybrid", "sweep_hybrid", "clean_up"):
         form = getattr(import_module(f"dphybrid.flows.{name}"), name).parameters.properties
         assert all(field.get("description") for field in form.values()), name

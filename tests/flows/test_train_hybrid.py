@@ -4,26 +4,21 @@ import errno
 import logging
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import psutil
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, TaskRunFilter
 from prefect.events.worker import EventsWorker
-from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import (
-    PREFECT_API_URL,
-    PREFECT_SERVER_DATABASE_CONNECTION_URL,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dphybrid.orchestration import supervised
 from dphybrid.run import job
@@ -32,25 +27,19 @@ from dphybrid.util.stop import StopRequest
 from flows import train_hybrid
 from tests.commands import command
 from tests.flows.servers import REPOSITORY, environment
-from tests.stores import put_database
 from tests.waiting import patience, wait_until
 
 
 @pytest.mark.slow
 def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
-    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, data_dir: Path, prefect_server: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command("prepare", "--recipe", "toy")
-    monkeypatch.setattr(SubprocessASGIServer, "_instances", {})  # without that of other tests
-    database = tmp_path / "prefect.db"
-    put_database("prefect", database)
-    EventsWorker.drain_all()  # that of an earlier flow would send to the server of that flow
-    own = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
-    with temporary_settings(own, restore_defaults={PREFECT_API_URL}):
+    # It starts the temporary server that the fixture has started in this process.
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
         argv = ["--recipe", "toy", "--devices", "cpu*3", "--run-name", "mine"]
         assert train_hybrid.main(argv) == 0
         EventsWorker.drain_all()
-    SubprocessASGIServer().stop()  # as it ends with its process; it writes the events first
     out, err = capfd.readouterr()
     assert "Let's use 3 devices!\ntrain.check_split: the same results split and on one device\n" in out
     assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in out
@@ -61,19 +50,14 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
     for shown in (report.run_id, report.best_checkpoint, report.ui_command):
         assert shown in out
     assert Path(report.best_checkpoint, "state.json").is_file()
-    with closing(sqlite3.connect(database)) as tables:
-
-        def counts(query: str) -> dict[str, int]:
-            return dict(tables.execute(query).fetchall())
-
-        assert counts("SELECT state_name, count(*) FROM flow_run GROUP BY 1") == {"Completed": 1}
-        assert counts("SELECT state_name, count(*) FROM task_run GROUP BY 1") == {"Completed": 5}
-        assert counts("SELECT 'log', count(DISTINCT flow_run_id) FROM log") == {"log": 1}
-        assert set(counts("SELECT key, count(*) FROM artifact GROUP BY 1").items()) == {
-            (key, 1) for key in ("mlflow-run", "metrics", "splits", "result")
-        }
-        told = counts("SELECT event, count(*) FROM events GROUP BY 1")
-        assert (told["prefect.flow-run.Completed"], told["prefect.task-run.Completed"]) == (1, 5)
+    page = json.loads((data_dir / "runs/mine/run.json").read_text())
+    own = UUID(page["tags"]["prefect.flow_run_id"])
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(own).state.name == "Completed"
+        tasks = client.read_task_runs(task_run_filter=TaskRunFilter(flow_run_id={"any_": [own]}))
+        assert [task.state.name for task in tasks] == ["Completed"] * 5
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id={"any_": [own]}))
+        assert {artifact.key for artifact in found} == {"mlflow-run", "metrics", "splits", "result"}
 
 
 @pytest.mark.parametrize(
@@ -135,23 +119,7 @@ def servers(folder: Path) -> list[psutil.Process]:
     return found
 
 
-NOISE = ("Crash detected", "Error logging to API", "EventsWorker", "Traceback")
-
-
-@pytest.mark.nightly
-def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(
-    tmp_path: Path, data_dir: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--model.hidden", "16", "--model.dim", "16", "--train.patience", "0"]
-    code, shown = run_until_signalled(tmp_path, options, signal.SIGINT)
-    assert code == 130
-    assert shown.count("stopped by Ctrl-C after step") == 1
-    for noise in (*NOISE, "temporary server"):
-        assert noise not in shown
-    assert not servers(tmp_path)
-    (folder,) = (tmp_path / "data" / "runs").iterdir()
-    assert train_hybrid.main([*options, "--train.epochs", "3", "--resume"]) == 0
-    assert f"Resuming from {folder}" in capsys.readouterr().out
+NOISE = ("Crash detected", "Error logging to API", "EventsWorker", "Traceback", "temporary server")
 
 
 def test_a_full_disk_is_told_without_a_traceback_of_its_task(
@@ -172,15 +140,19 @@ def test_a_full_disk_is_told_without_a_traceback_of_its_task(
     assert not [record for record in seen.buffer if record.exc_info]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "signalled"),
-    [(signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)],
-    ids=["closed", "kill"],
+    [(signal.SIGINT, os.killpg), (signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)],
+    ids=["Ctrl-C", "closed", "kill"],
 )
-@pytest.mark.nightly
-def test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise(
-    number: int, signalled: Callable[[int, int], None], tmp_path: Path
+def test_a_signal_ends_a_run_with_a_checkpoint_to_continue_from(
+    number: int,
+    signalled: Callable[[int, int], None],
+    tmp_path: Path,
+    data_dir: Path,
+    prefect_server: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--recipe", "hybrid", "--train.patience", "0"]
     code, shown = run_until_signalled(tmp_path, options, number, signalled)
@@ -191,6 +163,10 @@ def test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise(
     assert f"--resume continues from {newest}" in last
     for noise in NOISE:
         assert noise not in shown
+    assert not servers(tmp_path)
+    epoch = json.loads((newest / "state.json").read_text())["progress"]["epoch"]
+    assert train_hybrid.main([*options, "--train.epochs", str(epoch + 1), "--resume"]) == 0
+    assert f"Resuming from {newest}" in capsys.readouterr().out
 
 
 def test_threads_ask_the_server_of_their_flow(monkeypatch: pytest.MonkeyPatch) -> None:

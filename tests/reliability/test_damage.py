@@ -102,7 +102,7 @@ def test_damaged_training_data_is_named(finished: Path, name: str) -> None:
         resumed(finished)
 
 
-def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
+def test_a_resume_names_a_damaged_checkpoint_and_takes_the_one_before(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     renewed(finished)

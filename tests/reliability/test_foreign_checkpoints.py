@@ -1,7 +1,7 @@
 """Checkpoint folders that somebody else has made, with right checksums and wrong content: they predict, or
 are refused with a UserError; no other error, and little memory.
 
-40 seeded cases by default; DPHYBRID_LONG_TESTS=1 takes 3000, DPHYBRID_FUZZ=N takes N with another seed.
+24 seeded cases by default; DPHYBRID_LONG_TESTS=1 takes 3000, DPHYBRID_FUZZ=N takes N with another seed.
 """
 
 import io
@@ -26,7 +26,7 @@ from tests.preparing import clicks
 from tests.refusing import refused
 from tests.reliability.scenarios import options_of, write_files
 
-COUNT = int(os.environ.get("DPHYBRID_FUZZ", "3000" if LONG else "40"))
+COUNT = int(os.environ.get("DPHYBRID_FUZZ", "3000" if LONG else "24"))
 ROWS = {"site": ["s1", "s30", "elsewhere"], "age": [20, 45, None]}
 WRONG: list[Any] = [
     None, True, -1, 0, 3, 7.5, 10**12, 2**63, 10**400, 1e308, float("nan"), float("inf"), "", "x", "s1" * 500,

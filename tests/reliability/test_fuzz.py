@@ -77,20 +77,8 @@ def broken(good: bytes) -> st.SearchStrategy[bytes]:
     return st.lists(edit, min_size=1, max_size=4).map(apply)
 
 
-NASTY = st.sampled_from(
-    [
-        *PATHS,
-        *(text.partition("=")[2] for text in OVERRIDES),
-        "0",
-        "1",
-        "-0",
-        "true",
-        "1_000",
-        "²",
-        "١",
-        "0x10",
-    ]
-)
+ODD_NUMBERS = ["0", "1", "-0", "true", "1_000", "²", "١", "0x10"]
+NASTY = st.sampled_from([*PATHS, *(text.partition("=")[2] for text in OVERRIDES), *ODD_NUMBERS])
 TEXTS = NASTY | st.text(max_size=30) | st.text(string.digits + "-+.eE_", max_size=12)
 
 
@@ -264,23 +252,9 @@ def test_records(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: s
     assert any(found.get("step") == 99 for found in arrived)
 
 
-COMMANDS = [
-    "train",
-    "prepare",
-    "predict",
-    "validate",
-    "nonsense",
-]
-FLAGS = [
-    "--resume",
-    "--run-name",
-    "--tag",
-    "--config",
-    "--data.path",
-    "--recipe",
-    "--out",
-]
-FLAGS += ["--rows", "--batch-size", "--devices", "--minutes", "--help", "--version", "--", "-x"]
+COMMANDS = ["train", "prepare", "predict", "nonsense"]
+FLAGS = ["--resume", "--run-name", "--tag", "--config", "--out", "--batch-size", "--help"]
+FLAGS += ["--version", "--", "-x"]
 FLAGS += [f"--{name.replace('_', '-')}" for name in FIELDS]
 
 

@@ -68,7 +68,7 @@ def test_an_outage_is_told_in_the_callers_context(tmp_path: Path) -> None:
     assert [line.get("step") for line in server.got] == [None, 0]
 
 
-def test_appending_does_not_wait_for_a_server_that_hangs_and_the_end_waits_its_bound(tmp_path: Path) -> None:
+def test_appending_never_waits_for_the_server_and_the_end_a_while(tmp_path: Path) -> None:
     release = threading.Event()
     record = written(tmp_path, 0)
     copier = Copier(tmp_path, lambda lines: release.wait(60) and None)

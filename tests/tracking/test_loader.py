@@ -70,7 +70,7 @@ def factory(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_a_factory_runs_for_own_runs_and_for_others_only_if_it_is_installed(
+def test_a_factory_runs_for_own_runs_or_if_it_is_installed(
     factory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = run_with("recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine")

@@ -54,7 +54,7 @@ def gone(url: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
-def test_pages_are_for_the_token_alone_and_the_server_ends_with_its_command(
+def test_pages_need_the_token_and_the_server_ends_with_its_command(
     number: int, data_dir: Path, tmp_path: Path
 ) -> None:
     command("train", "--recipe", "toy", "--run-name", "shown")

@@ -21,7 +21,7 @@ print("imported:", [name for name in [*compiler, *plots, *ranks] if name in sys.
 """
 
 
-def test_a_run_imports_no_compiler_plots_or_ranks_that_it_does_not_use(data_dir: Path) -> None:
+def test_a_run_imports_no_compiler_plots_or_ranks(data_dir: Path) -> None:
     variables = {**os.environ, "DPHYBRID_TRACKING_URI": "none"}
     done = python("-c", RUN, env=variables, timeout=300)
     assert done.stdout.splitlines()[-1] == "imported: []"
