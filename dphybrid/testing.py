@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from dphybrid.training.checkpoint import read_state
 from dphybrid.training.engine import Engine
 from dphybrid.training.loop import validation_outputs
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import make_folder, scratch_folder
+from dphybrid.util.files import make_folder
 from dphybrid.util.stop import Interrupted, StopRequest
 
 _BATCH = 32
@@ -113,7 +114,7 @@ def _settings_apart() -> Iterator[Settings]:
     settings = load_settings()
     # Below runs_dir, because only pages there may name code of any package.
     make_folder(settings.runs_dir)
-    with scratch_folder(settings.runs_dir, "check") as folder:
+    with TemporaryDirectory(prefix=".check-", dir=settings.runs_dir) as folder:
         apart = {"data_dir": folder, "tracking_uri": "none", "table_storage": "memory"}
         yield load_settings(**{**settings.model_dump(), **apart})
 

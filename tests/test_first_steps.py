@@ -59,7 +59,6 @@ WRONG = {
     "--help": "",
     "train --epochs 3": "--epochs: there is no such flag",
     "train --data.path nowhere.txt": "data.path=nowhere.txt: there is no such file",
-    f"train --data.path okk.csv {LABEL}": "data.path=okk.csv: there is no such file; did you mean 'ok.csv'?",
     "train --recipe ctr": "data.path",
     "train --recipe ctr --data.path ok.csv": "data.label is not set",
     "predict run --data.path nowhere.csv --out y.csv": "data.path=nowhere.csv: there is no such file",

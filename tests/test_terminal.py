@@ -16,7 +16,7 @@ import pytest
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
-from dphybrid.util.locks import FileLock
+from dphybrid.util.locks import take
 from dphybrid.util.stop import StopRequest, stop_signals
 from dphybrid.util.text import printable
 from tests.commands import command, python
@@ -94,7 +94,7 @@ def test_a_file_system_without_locks_is_said(
 
     monkeypatch.setattr(fcntl, "flock", without)
     with pytest.raises(UserError) as caught, disk_errors_told():
-        FileLock(tmp_path / "lock").acquire()
+        take(tmp_path / "lock")
     assert str(tmp_path / "lock") in str(caught.value)
     assert remedy in str(caught.value)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))

@@ -1,5 +1,6 @@
 """scikit-learn estimators: `fit` trains a run by `dphybrid.train`, `predict` uses the run's predictor."""
 
+import re
 from inspect import signature
 from typing import Any, Self
 
@@ -14,7 +15,6 @@ from dphybrid.api.training import train
 from dphybrid.data.table.frames import as_frame
 from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import without_credentials
 
 _TARGET = "the label"
 """Column that `fit` adds to the table. With a blank, so that hardly any table has it already."""
@@ -54,7 +54,7 @@ class _Hybrid(BaseEstimator):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a pickle, without user and password in the address of MLflow."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"tracking": self.tracking and without_credentials(self.tracking)}
+        return state | {"tracking": self.tracking and re.sub(r"(?<=://)[^/?#]*@", "", self.tracking)}
 
     def _frame(self, X: object, *, reset: bool) -> pl.DataFrame:
         """Return X as a frame; an array's columns are named x0, x1, ... reset: whether this is `fit`."""

@@ -17,7 +17,6 @@ from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from tempfile import gettempdir
 from types import ModuleType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -27,7 +26,7 @@ from pydantic.fields import FieldInfo
 from dphybrid.config import leaves, nest
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
-from dphybrid.util.files import clear_leftovers, disk_text
+from dphybrid.util.files import disk_text
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.stop import drop_output
 from dphybrid.util.text import flag_text, masked, printable
@@ -236,7 +235,6 @@ def run_cli(function: Callable[[], int | None]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for letters that the locale does not have
     try:
-        clear_leftovers(Path(gettempdir()), alone=False)
         os.getcwd()
         code = function() or 0
         sys.stdout.flush()

@@ -22,7 +22,7 @@ import psutil
 from dphybrid.config.settings import Settings
 from dphybrid.util.alive import lives, process_name
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import own_folder, write_text
+from dphybrid.util.files import write_text
 from dphybrid.util.pages import Page
 from dphybrid.util.stop import StopRequest, watching
 
@@ -101,8 +101,8 @@ def run_ranks(
     """Run `python -m MODULE...` as `count` ranks on this machine until all have ended; return 0, or 1 if one
     failed after the last restart or the machines did not meet.
 
-    The first rank prints to this process's output, the others into files in folder/ranks. Raises UserError if
-    other users could read folder/ranks.
+    The first rank prints to this process's output, the others into files in folder/ranks, which only this
+    user may enter.
 
     Args:
         environment: From `rank_environment`.
@@ -110,7 +110,9 @@ def run_ranks(
         look: Called several times a second while ranks run; an exception from it ends them.
     """
     # Ranks exchange addresses through files there, so no other user may write into it.
-    logs = own_folder(folder / "ranks")
+    logs = folder / "ranks"
+    logs.mkdir(exist_ok=True)
+    logs.chmod(0o700)  # refused for another user's
     for old in [*logs.glob("*.store"), _stop_file(folder)]:
         old.unlink(missing_ok=True)
     meeting = ["--nnodes=1", f"--nproc-per-node={count}", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
@@ -217,7 +219,7 @@ def asked_from_outside(stop: StopRequest, folder: Path) -> Iterator[None]:
     def look() -> bool:
         if reason := reason_outside(folder):
             stop.ask(reason)
-        if (starter is None or lives(starter) is not False) and os.getppid() == launcher:
+        if (starter is None or lives(starter)) and os.getppid() == launcher:
             return False
         if not dist.is_initialized():
             os._exit(1)  # prints nothing, as nobody reads its pipe any more

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dphybrid.config import DeviceText
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import given_path, keep_private
+from dphybrid.util.files import PRIVATE, given_path
 from dphybrid.util.hours import parse_training_hours
 
 _PREFIX = "DPHYBRID_"
@@ -65,7 +65,7 @@ class Settings(BaseModel):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         path = given_path(str(value), "data_dir").absolute()
-        keep_private(path)
+        PRIVATE.add(path)
         return path
 
     @field_validator("tracking_uri")

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import code_digest, combined_digest, file_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import disk_text, making_once, naming, sync
+from dphybrid.util.files import disk_text, making, naming, sync
 from dphybrid.util.pages import Page
 
 PREPARED_VERSION = 25
@@ -254,13 +254,13 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
         return verify_prepared(final)
     try:
         # A second process that wants the same data waits here instead of building it too.
-        with making_once(final) as partial:
-            if partial is None:
-                return verify_prepared(final)
+        with making(final) as partial:
             scratch = partial / "scratch"
             scratch.mkdir()
             manifest = _write(partial, make(scratch), digest)
     except OSError as error:
+        if final.exists():  # another process has made it
+            return verify_prepared(final)
         raise UserError(
             f"{folder}: prepared data cannot be made there: {disk_text(error)}; or set DPHYBRID_DATA_DIR to "
             "another folder"

@@ -27,7 +27,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.inventory import LOOK_EVERY_S, Gpu, Inventory, busy_reason, clock_time, visible
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import user_name
 from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.locks import NO_LINK, is_locked, lock
 from dphybrid.util.stop import StopRequest
@@ -57,7 +56,7 @@ class Holder(BaseModel):
     @classmethod
     def own(cls, run: str, uuids: frozenset[str] = frozenset(), least: int = 1) -> Self:
         """Return the page of this process for a run."""
-        return cls(user=user_name(os.getuid()), run=run, pid=os.getpid(), uuids=uuids, least=least)
+        return cls(user=_own_name(), run=run, pid=os.getpid(), uuids=uuids, least=least)
 
     def name(self) -> str:
         since = f"since {clock_time(self.since)} (pid {self.pid})"
@@ -65,6 +64,12 @@ class Holder(BaseModel):
 
     def text(self) -> str:
         return f"leased to {self.name()}"
+
+
+def _own_name() -> str:
+    import psutil  # here, because `--help` need not wait for it
+
+    return psutil.Process().username()
 
 
 def lease_folder(wanted: Path) -> Path:
@@ -189,7 +194,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
         return f"{gpu.label} is not leased, so there is no run to ask"
     # The next lease of this GPU writes its page anew: a request is for one lease only.
     handle = os.open(_lock_file(folder, gpu.uuid), os.O_WRONLY | os.O_APPEND | NO_LINK)
-    os.write(handle, f"\n{user_name(os.getuid())}".encode())
+    os.write(handle, f"\n{_own_name()}".encode())
     os.close(handle)
     return f"{gpu.label} is {holder.text()}; asked to give way"
 

@@ -28,7 +28,7 @@ from dphybrid.tracking.record import last_status
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder
-from dphybrid.util.locks import FileLock
+from dphybrid.util.locks import take
 from dphybrid.util.stop import StopRequest
 
 _LOOK_EVERY_S = 0.5
@@ -55,9 +55,8 @@ def retraining(model: str, settings: Settings, stop: StopRequest) -> Iterator[No
     """Hold the lock of a model's retraining during the block, whoever starts it: a schedule, another
     deployment or the command line. While another process holds it, wait. Raises Interrupted when `stop` was
     asked meanwhile."""
-    held = FileLock(lock_file(model, settings))
     told = False
-    while not held.acquire():
+    while (held := take(lock_file(model, settings))) is None:
         stop.obey("while it waited for another retraining")
         if not told:
             print(f"Waiting: another process retrains {model}", flush=True)
@@ -66,7 +65,7 @@ def retraining(model: str, settings: Settings, stop: StopRequest) -> Iterator[No
     try:
         yield
     finally:
-        held.release()
+        os.close(held)
 
 
 def lock_file(model: str, settings: Settings) -> Path:
@@ -79,12 +78,11 @@ def decide_all_waiting(settings: Settings) -> Iterator[tuple[Run, Decision | Use
     """Decide about the waiting challengers of all models, as `decide_waiting` does. Leaves out models that
     are being retrained: the retraining decides about them."""
     for model in sorted({run.page.register_as for run in retrainings(settings)}):
-        held = FileLock(lock_file(model, settings))
-        if held.acquire():
+        if (held := take(lock_file(model, settings))) is not None:
             try:
                 yield from decide_waiting(settings, model)
             finally:
-                held.release()
+                os.close(held)
 
 
 def retrained_model(config: ExperimentConfig) -> str:

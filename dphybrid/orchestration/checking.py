@@ -1,6 +1,8 @@
 """Check what Prefect does not check in a prefect.yaml: values inside `config` and `overrides`, rules between
 fields, the parameters of schedules, and grids (`dphybrid deploy --check`)."""
 
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 from dphybrid.orchestration.forms import experiment
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import no_such_file, read_own_text, read_small_text
+from dphybrid.util.files import no_such_file
 from dphybrid.util.importing import import_module_of
 from dphybrid.util.text import flag_text
 
@@ -27,8 +29,7 @@ def read_deployments(given: Path | None) -> tuple[Path, list[dict[str, Any]]]:
     here = Path("prefect.yaml")
     file = given or (here if here.is_file() else PACKAGED)
     try:
-        # Flows that it names are imported, so the file must be the user's own.
-        page = yaml.safe_load(read_small_text(file) if file == PACKAGED else read_own_text(file))
+        page = yaml.safe_load(file.read_text("utf-8") if file == PACKAGED else _own_text(file))
         deployments = list(page["deployments"])
         for deployment in deployments:
             _ = deployment["name"] + deployment["entrypoint"], deployment["work_pool"]["name"]
@@ -44,6 +45,18 @@ def read_deployments(given: Path | None) -> tuple[Path, list[dict[str, Any]]]:
             "edit it"
         ) from error
     return file, deployments
+
+
+def _own_text(path: Path) -> str:
+    """Return the text of a file whose flows are imported. Raises UserError if another user may write it."""
+    with path.open("rb") as stream:
+        # Of the open file, as the name can lead to another one a moment later; a link's owner chooses that.
+        file, link = os.fstat(stream.fileno()), path.lstat()
+        if {file.st_uid, link.st_uid} - {0, os.getuid()} or file.st_mode & stat.S_IWOTH:
+            raise UserError(
+                f"{path.absolute()} is ignored: others may write it; work in a folder of your own"
+            )
+        return stream.read().decode()
 
 
 def load_flow(entrypoint: str) -> Flow[..., object]:

@@ -1,8 +1,7 @@
 """The states of a flow run that waits for GPUs, gives way or is queued again, as Prefect shows them.
 
 A run whose process died is queued again by its worker, which sees the process end. If the worker or the whole
-machine died, too, the next worker on that machine queues it again, or any worker of the pool once Prefect's
-automation misses its heartbeats.
+machine died, too, any worker of the pool queues it again once Prefect's automation misses its heartbeats.
 """
 
 import os
@@ -30,7 +29,6 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
 from dphybrid.config.settings import Settings
-from dphybrid.util.alive import lives
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 
@@ -39,8 +37,6 @@ STARTED_BY = "DPHYBRID_STARTED_BY"
 OWNER_LABEL = "dphybrid.home"
 """Label of a flow run: the last start of it: the name of its worker's process and a token. A process that
 reads a different value no longer owns the run."""
-PROCESS_LABEL = "dphybrid.process"
-"""Label of a flow run: the name of the process that runs it."""
 DEATHS_LABEL = "dphybrid.deaths"
 """Label of a flow run: how often its process died. Prefect's own `run_count` also grows with each orderly
 return to the queue, and with each `Running` state that says why the run waits."""
@@ -52,12 +48,13 @@ MAX_DEATHS = 10
 SILENT = "no heartbeat: its machine died"
 """Message of the state that the automation of `dphybrid.orchestration.setup` gives to a run."""
 SILENT_FOR = timedelta(seconds=200)
-"""How long a run may send no heartbeat before the automation marks it. At least three heartbeat intervals."""
+"""How long a run may send no heartbeat before the automation marks it: three heartbeats."""
 _OBJECTION_S = 45.0
 """How long a run that the automation has marked may say that it lives (`alive_again`) before a worker queues
 it again. After a long outage of the server, the automation also marks runs that have trained on."""
 _STUCK_S = 120.0
-"""How long a run may be pending while its process starts; after that it is queued again."""
+"""How long a run may be pending while its process starts, or cancelling while it ends. Then it is queued
+again, or Cancelled."""
 _PAGE = 200
 """Prefect's server returns at most so many at once."""
 
@@ -198,17 +195,9 @@ def alive_again(run: FlowRun) -> State | None:
     return Running(message="it had sent no heartbeat, and it lives")
 
 
-def _died_here(run: FlowRun) -> bool:
-    """Return whether a worker of this machine started the run, and neither it nor the run's process lives."""
-    worker = str(run.labels.get(OWNER_LABEL, "")).partition(" ")[0]
-    # The run's process outlives its worker while it writes its checkpoint, and queues itself.
-    return lives(worker) is False and not lives(str(run.labels.get(PROCESS_LABEL, "")))
-
-
 class LostRuns:
-    """Finds the runs of a pool whose machine died, or whose worker died before it started them: those of
-    whatever machine, if Prefect's automation has marked them; and those of this machine whose processes no
-    longer exist, as after a power cut.
+    """Finds the runs of a pool that Prefect's automation has marked because their machine died, and those
+    that have been starting or ending for long.
 
     How long a run has been in a state, this object measures from its first look: the server's and this
     machine's clocks may differ.
@@ -220,7 +209,7 @@ class LostRuns:
 
     def queue(self) -> list[str]:
         """Queue the lost runs again; return a line for each. Does nothing while the server is unreachable."""
-        kinds = [StateType.PENDING, StateType.CRASHED, StateType.RUNNING, StateType.CANCELLING]
+        kinds = [StateType.PENDING, StateType.CRASHED, StateType.CANCELLING]
         of_these = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)),
             tags=FlowRunFilterTags(all_=["dphybrid"]),
@@ -250,10 +239,9 @@ class LostRuns:
         """Return the new state of a run that nobody else will continue or end, else None."""
         assert run.state is not None  # the caller asks for certain states
         since_s = now - self._seen[run.state.id]
-        if run.state.type == StateType.PENDING:
-            return state_after_death(run, "its process did not start") if since_s >= _STUCK_S else None
         if run.state.type != StateType.CRASHED:
-            return state_after_death(run, "its worker died with it") if _died_here(run) else None
+            ends = "start" if run.state.type == StateType.PENDING else "end"
+            return state_after_death(run, f"its process did not {ends}") if since_s >= _STUCK_S else None
         if run.state.message != SILENT or since_s < _OBJECTION_S:
             return None  # the run itself crashed, or was queued too often; or it may live
         return state_after_death(run, SILENT)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import UUID
 
 from prefect import runtime
@@ -19,7 +18,6 @@ from prefect.states import AwaitingRetry, Cancelled
 
 from dphybrid.orchestration.queueing import (
     DELETED,
-    PROCESS_LABEL,
     STARTED_BY,
     UNREACHABLE,
     alive_again,
@@ -48,7 +46,7 @@ def supervised() -> Iterator[StopRequest]:
     stop = StopRequest()
     with ExitStack() as held:
         if flow_run_id is not None:  # a worker started it
-            _own(flow_run_id)
+            _check_owned(flow_run_id)
             held.enter_context(watching_worker(stop))
         try:
             with stop_signals(stop, at_once=True), watched_flow_run(runtime.flow_run.id, stop):
@@ -104,25 +102,20 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         yield
 
 
-def _own(flow_run_id: str) -> None:
-    """Note that this process runs the flow run. Exit if it was deleted, or if another worker has started it:
-    a process that starts too slowly counts as dead."""
-    why = ""
+def _check_owned(flow_run_id: str) -> None:
+    """Exit if the flow run was deleted, or if another worker has started it: a process that starts too slowly
+    counts as dead."""
     try:
         with get_client(sync_client=True) as client:
-            run = client.read_flow_run(UUID(flow_run_id))
-            if owned_elsewhere(run):
-                why = "Another worker has started this flow run meanwhile"
-            else:
-                own: Any = {PROCESS_LABEL: process_name()}
-                client.update_flow_run_labels(run.id, own)
+            if not owned_elsewhere(client.read_flow_run(UUID(flow_run_id))):
+                return
+        why = "Another worker has started this flow run meanwhile"
     except ObjectNotFound:
         why = DELETED.capitalize()
     except UNREACHABLE:
         return  # `watched_flow_run` will notice later
-    if why:
-        print(f"{why}; this process ends", flush=True)
-        os._exit(0)  # with another code, this process's worker would mark the other worker's run as crashed
+    print(f"{why}; this process ends", flush=True)
+    os._exit(0)  # with another code, this process's worker would mark the other worker's run as crashed
 
 
 @contextmanager
@@ -133,7 +126,7 @@ def watching_worker(stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
     worker = os.environ.get(STARTED_BY, "").partition(" ")[0] or process_name(os.getppid())
 
     def look() -> bool:
-        if lives(worker) is not False:
+        if lives(worker):
             return False
         stop.ask("the death of its worker", signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)

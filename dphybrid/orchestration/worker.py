@@ -35,7 +35,6 @@ from dphybrid.gpus.leases import free_now
 from dphybrid.orchestration.queueing import (
     DELETED,
     OWNER_LABEL,
-    SILENT_FOR,
     STARTED_BY,
     UNREACHABLE,
     LostRuns,
@@ -280,16 +279,11 @@ def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None) -
             would wait here, and be ahead of an urgent run that comes later.
         queues: The queues to serve; None: its own and the shared ones.
     """
-    # Only defaults: a user's own settings win. The runs' processes inherit them.
+    # The runs' processes inherit them. Prefect's automation depends on heartbeats: not the user's to choose.
     with temporary_settings(
-        set_defaults={PREFECT_WORKER_QUERY_SECONDS: _QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_S}
+        {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_S},
+        set_defaults={PREFECT_WORKER_QUERY_SECONDS: _QUERY_S},
     ):
-        every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
-        if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
-            raise UserError(
-                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {_HEARTBEAT_S}, or leave it out; a run "
-                f"without a heartbeat for {SILENT_FOR.total_seconds():.0f} s counts as dead"
-            )
         # With 9 retries, a finished run can still report its state after an outage of a quarter of an hour.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
         settings = load_settings()

@@ -24,7 +24,7 @@ from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, type_text
-from dphybrid.util.files import given_path, read_small_text
+from dphybrid.util.files import given_path
 from dphybrid.util.importing import check_installed
 from dphybrid.util.text import split_items
 
@@ -96,7 +96,7 @@ def read_config_file(file: str | Path) -> Values:
     """Return the nested values of a TOML or JSON file. Raises UserError with file and line."""
     path = given_path(str(file), "--config")
     try:
-        text = read_small_text(path)
+        text = path.read_text("utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # a path with a NUL byte is a ValueError
         raise UserError(f"--config {path}: cannot be read ({error}); give a TOML file") from error

@@ -20,6 +20,8 @@ class TrainedPage(Page):
         split_lines: The same as printed.
     """
 
+    DEPTH: ClassVar[int] = 2
+
     best_checkpoint: str
     step_ms: dict[str, float]
     stages: dict[str, float]
@@ -29,8 +31,6 @@ class TrainedPage(Page):
 
 class ResultPage(TrainedPage):
     """`result.json`: the results of training. checkpoint: the latest one."""
-
-    DEPTH: ClassVar[int] = 2
 
     checkpoint: str
     steps: int

@@ -53,7 +53,7 @@ def report_run(experiment: Experiment) -> Report:
         )
         report = report.model_copy(update={"text": _closing_words(report)})
         write_text(folder / REPORT_PAGE, _page(experiment, report))
-        report.write(folder / "report.json", ResultPage.DEPTH)
+        report.write(folder / "report.json")
         tracker.log_file(REPORT_PAGE)
         # MLflow shows the first tag as the run's description, and the second in its list of runs.
         deciding = f"{metric_text((report.test or report.metrics)[task.metric])} {task.metric}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import scratch_folder
 from dphybrid.util.threads import use_num_threads
 
 PLACE = {"file": pl.String, "line": pl.Int64}
@@ -292,9 +291,8 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
     # A file or pipe gets what --out would write: the same bytes, whatever the locale.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
-    # Not TemporaryDirectory: what a killed process leaves is removed by the next one.
-    with scratch_folder(Path(gettempdir()), "dphybrid-predict") as folder:
-        out = folder / "predictions.csv"
+    with TemporaryDirectory(prefix="dphybrid-predict-") as folder:
+        out = Path(folder) / "predictions.csv"
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:
             shutil.copyfileobj(file, sys.stdout)

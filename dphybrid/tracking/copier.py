@@ -6,6 +6,7 @@ After a crash it sends some lines again, which changes nothing in MLflow.
 
 import contextvars
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from dphybrid.tracking.record import METRICS, RECORD, Line, Sent, metrics_of, read, waits
 from dphybrid.util.errors import counted
-from dphybrid.util.locks import FileLock
+from dphybrid.util.locks import take
 from dphybrid.util.text import masked
 
 _EVERY_S = 2.0
@@ -72,15 +73,15 @@ class Copier:
         return f"MLflow lacks {counted(len(skipped), 'line')} of the record ({skipped[0]})" if skipped else ""
 
     def _follow(self) -> None:
-        retry_s, held, lock = _FIRST_RETRY_S, False, FileLock(self.folder / RECORD)
+        retry_s, held = _FIRST_RETRY_S, None
         try:
             while self._deadline is None or time.monotonic() < self._deadline:
                 finishing = self._deadline is not None  # before the pass, which then sees every line
                 try:
-                    if not held:
-                        if not lock.acquire():
+                    if held is None:
+                        if (held := take(self.folder / RECORD)) is None:
                             raise BlockingIOError("another process is copying this run's record")
-                        held, self.sent = True, Sent.read(self.folder)  # it may have copied a part meanwhile
+                        self.sent = Sent.read(self.folder)  # it may have copied a part meanwhile
                     self._pass()
                 except Exception as error:  # noqa: BLE001 - whatever MLflow or its client raises: ask again
                     if not self.trouble:
@@ -98,7 +99,8 @@ class Copier:
                 self._bell.wait(_EVERY_S)  # `finish` rings it, during the pass, too
                 self._bell.clear()
         finally:
-            lock.release()
+            if held is not None:
+                os.close(held)
 
     def _sleep(self, seconds: float) -> None:
         """Wait before another attempt. The bell ends the wait, but not after `finish` has begun."""

@@ -25,7 +25,7 @@ from dphybrid.tracking.opening import explained
 from dphybrid.tracking.record import Line
 from dphybrid.tracking.tracker import CHAMPION_TAG, ELSEWHERE, safe_name
 from dphybrid.util.digests import SUMS, inside
-from dphybrid.util.files import scratch_folder
+from dphybrid.util.files import writing
 
 UPLOAD_LIMIT = 900 * 2**20
 """A checkpoint of more bytes is not uploaded to an MLflow server: its path is recorded."""
@@ -178,7 +178,8 @@ class CheckpointModels:
             self._copy(folder, target, uploads=False)
             return
         # Beside the checkpoint, on the same disk, so that the files can be linked instead of copied.
-        with scratch_folder(folder.parent, "upload") as scratch:
+        with writing(folder.parent / "upload") as scratch:
+            scratch.mkdir()
             page.save(str(scratch / "MLmodel"))
             self._copy(folder, scratch, uploads=True)
             self._client.log_model_artifacts(model.model_id, str(scratch))

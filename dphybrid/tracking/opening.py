@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dphybrid.tracking.record import destination
 from dphybrid.tracking.tracker import EMBEDDED, FILES, Server, Tracker, embedded_uri
 from dphybrid.util.asking import ask
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import make_folder, scratch_folder
+from dphybrid.util.files import make_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
 from dphybrid.util.text import shown_address, without_secrets_of
@@ -172,10 +173,11 @@ def make_database(uri: str, store: Path) -> None:
             # In a scratch folder, renamed when complete: MLflow makes its tables one by one, and cannot
             # finish a file that has only some of them, as a crash would leave it. A new folder each time:
             # MLflow keeps its connections by path, even to files that no longer exist.
-            with scratch_folder(file.absolute().parent, "mlflow") as folder:
+            make_folder(file.absolute().parent)
+            with TemporaryDirectory(prefix=".mlflow-", dir=file.absolute().parent) as folder:
                 with explained(str(file), "MLflow's tables cannot be made", "make room on its disk"):
-                    MlflowClient(tracking_uri=embedded_uri(folder)).get_experiment_by_name("Default")
-                (folder / "mlflow.db").replace(file)
+                    MlflowClient(tracking_uri=embedded_uri(Path(folder))).get_experiment_by_name("Default")
+                Path(folder, "mlflow.db").replace(file)
         # For an existing file, too: if it is empty, this call makes the tables, which needs the lock.
         _check(uri)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dphybrid.util.files import write_bytes
+from dphybrid.util.files import replacing
 
 Line = dict[str, Any]
 """op: the kind of record; t: its time; the other keys depend on the kind."""
@@ -77,7 +77,7 @@ class RecordFile:
         if self._handle is None:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
             # A last line without its newline is of a killed process, and no reader has seen it.
-            os.ftruncate(handle, _end_of_lines(handle))
+            os.ftruncate(handle, self.path.read_bytes().rfind(b"\n") + 1)
             self._handle = handle
         return self._handle
 
@@ -164,7 +164,9 @@ def give_address(folder: Path, address: Line) -> None:
     addresses, and the models that the run has registered there."""
     lines = [line for line, _ in read(folder) if line and line["op"] not in ("run", "register")]
     first = {"op": address["op"], "t": int(time.time() * 1000), **address}
-    write_bytes(folder / RECORD, b"".join(map(_text, [first, *lines])), _MODE)
+    with replacing(folder / RECORD) as partial:
+        partial.touch(_MODE)
+        partial.write_bytes(b"".join(map(_text, [first, *lines])))
     (folder / SENT).unlink(missing_ok=True)
 
 
@@ -191,15 +193,3 @@ def _parsed(text: bytes) -> Line | None:
         return None
     known = isinstance(line, dict) and isinstance(line.get("op"), str) and isinstance(line.get("t"), int)
     return line if known else None
-
-
-def _end_of_lines(handle: int) -> int:
-    """Return the offset after the last newline of an open file."""
-    end = os.fstat(handle).st_size
-    while end:
-        begin = max(0, end - 2**16)
-        found = os.pread(handle, end - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        end = begin
-    return 0

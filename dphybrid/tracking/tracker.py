@@ -83,7 +83,7 @@ class Tracker:
         self._runs, self._server = runs, server
         self._file: RecordFile | None = None
         self._there: Line = {}  # the address: the line of the record with op run
-        self._addressed = self._full = False
+        self._full = False
         self._copier: Copier | None = None
         self._opening = threading.Lock()
 
@@ -117,6 +117,7 @@ class Tracker:
         self._create(run_name, description)
         make_folder(self._runs / run_name)
         self._file = RecordFile(self._runs / run_name)
+        self.record(self._there)
         self._log_values("params", params, sync=True)
         self.set_tags(tags)
         return self.run_id
@@ -128,7 +129,7 @@ class Tracker:
             return ""
         self._create(run_name, "")
         give_address(self._runs / run_name, self._there)
-        self._file, self._addressed = RecordFile(self._runs / run_name), True
+        self._file = RecordFile(self._runs / run_name)
         self.set_tags(tags)
         return self.run_id
 
@@ -146,6 +147,7 @@ class Tracker:
         if changed and self._is_copied:
             tags = {**tags, CONTINUES_TAG: self.run_id}
             self._create(run_name, description)
+            self.record(self._there)
             self._log_values("params", params, sync=True)
         self.record({"op": "status", "status": "RUNNING"})
         self.set_tags(tags)
@@ -158,12 +160,10 @@ class Tracker:
             return
         file = RecordFile(self._runs / run_name)
         if file.path.is_file():
-            self._file, self._addressed = file, False
-            there = {**_address(run_name), **destination(file.folder)}
-            self._there = {key: value for key, value in there.items() if key != "t"}
+            self._file, self._there = file, {**_address(run_name), **destination(file.folder)}
 
     def _create(self, run_name: str, description: str) -> None:
-        experiment_id, self._addressed = str(self._there.get("experiment_id", "")), False
+        experiment_id = str(self._there.get("experiment_id", ""))
         self._there = _address(run_name)
         if self._server is not None:
             from dphybrid.tracking.writer import create_run
@@ -181,10 +181,6 @@ class Tracker:
         a power loss."""
         if self._file is None:
             return 0
-        if not self._addressed and (self._is_copied or not self._file.path.exists()):
-            # By each part of the run once more: one damaged line must not cost the address.
-            self._file.append(self._there)
-        self._addressed = True
         end = self._file.append(line, sync=sync)
         self._copying()
         return end

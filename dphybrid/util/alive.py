@@ -1,33 +1,25 @@
-"""Whether a run, or a process, is alive: the one place that decides it.
+"""Whether a run, or a process of this machine, is alive: the one place that decides it.
 
 A run is alive if the lock of its folder is held, which the kernel releases however its process ends. A
 process is known by its number and its start, as the kernel gives numbers again. No clock is asked.
 """
 
 import os
-import platform
-import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.locks import is_held, take
 
 LOCK = ".lock"
 """The file in a run's folder that its process holds locked, from the making of the folder to the report."""
 RUNNING = "run {} is running in another process; wait for its end, or stop it first"
-NAME = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
-"""The form of a process's name."""
 
 
 def process_name(pid: int | None = None) -> str:
-    """Return a name that no other process has, on any machine: `PID-START-NAMESPACE-BOOT-HOST`, which may be
-    part of a file's name. pid: None for this process. Raises ProcessLookupError if it does not exist.
-
-    START is in ticks since the boot, so setting the clock does not change it.
-    """
+    """Return a name that no other process of this machine has: `PID-START`, the start in ticks since the
+    boot. pid: None for this process. Raises ProcessLookupError if it does not exist."""
     pid = pid or os.getpid()
     try:
         started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -36,28 +28,13 @@ def process_name(pid: int | None = None) -> str:
     fields = started.rpartition(")")[2].split()  # a program's name may hold spaces
     if fields[0] in "ZX":  # it has ended, and its parent has not asked for its exit code
         raise ProcessLookupError(pid)
-    return f"{pid}-{fields[19]}-{_place()}"
+    return f"{pid}-{fields[19]}"
 
 
-def _place() -> str:
-    """Return the process ids' namespace, this boot and the machine: where a process id means something."""
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
-    return f"{namespace}-{boot}-{zlib.crc32(platform.node().encode()):08x}"
-
-
-def lives(name: str) -> bool | None:
-    """Return whether a process that `process_name` named exists. None: it is of another machine or container,
-    which alone can say, or nobody's name."""
-    match, (namespace, boot, host) = NAME.fullmatch(name), _place().split("-")
-    if match is None or match[5] != host:
-        return None
-    if match[4] != boot:
-        return False
-    if match[3] != namespace:
-        return None
+def lives(name: str) -> bool:
+    """Return whether a process that `process_name` named on this machine exists."""
     try:
-        return process_name(int(match[1])) == name
+        return process_name(int(name.partition("-")[0])) == name
     except ProcessLookupError:
         return False
 
@@ -71,14 +48,13 @@ def alive(folder: Path) -> bool:
 def holding(folder: Path, otherwise: str = RUNNING) -> Iterator[None]:
     """Hold the lock of the folder of a run or sweep during the block. Raises UserError when another process
     holds it, or has removed the folder. otherwise: the message while it is held."""
-    lock = FileLock(folder / LOCK)
     try:
-        acquired = lock.acquire()
+        handle = take(folder / LOCK)
     except FileNotFoundError as error:
         raise UserError(f"{folder}: was removed meanwhile") from error
-    if not acquired:
+    if handle is None:
         raise UserError(otherwise.format(folder.name))
     try:
         yield
     finally:
-        lock.release()
+        os.close(handle)

@@ -1,6 +1,5 @@
-"""Requests to servers, with the certificates that MLflow's client would use."""
+"""Requests to servers, with the certificates of this machine."""
 
-import os
 import ssl
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ def ask(url: str, auth: str | None = None, token: str | None = None, timeout_s: 
             auth=(user, password) if auth else None,
             headers=headers,
             timeout=timeout_s,
-            verify=_context(),
+            verify=ssl.create_default_context(),
             follow_redirects=True,
         )
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
@@ -36,11 +35,3 @@ def ask(url: str, auth: str | None = None, token: str | None = None, timeout_s: 
     refused = answer.status_code == 401
     wrong = "refuses user and password, or the token" if refused else f"answers {answer.status_code}"
     return Answer(status=answer.status_code, wrong=wrong)
-
-
-def _context() -> ssl.SSLContext:
-    """Return the certificates to trust: MLflow's variables name those of a server with an own one."""
-    if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() == "true":
-        return ssl._create_unverified_context()  # noqa: S323 - the user's own setting of MLflow's client
-    named = (os.environ.get(name) for name in ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE"))
-    return ssl.create_default_context(cafile=next(filter(None, named), None))

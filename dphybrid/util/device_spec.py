@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dphybrid.util.errors import UserError
 
 # At most nine digits: int() raises ValueError for thousands of them.
-_ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,9}))?(?:\*(?P<count>\d{1,9}))?")
+_ITEM = re.compile(r"(?P<kind>auto|cpu|cuda)(?::(?P<index>\d{1,9}))?(?:\*(?P<count>\d{1,9}))?")
 _HELP = (
     "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or "
     "cuda:0*4 (four virtual devices on one GPU)"
@@ -41,22 +41,18 @@ class DeviceSpec:
 def parse_device_spec(text: str) -> DeviceSpec:
     """Parse a device text. Raises UserError that names the part it could not read."""
     cleaned = text.replace(" ", "").lower()
-    if cleaned == "auto":
-        return DeviceSpec("auto", (), False)
-    if match := re.fullmatch(r"auto\*(\d{1,9})", cleaned):
-        if not 1 <= int(match[1]) <= MAX_DEVICES:
-            raise UserError(f"{match[1]} devices; use 1 to {MAX_DEVICES}")
-        return DeviceSpec(cleaned, (), False, int(match[1]))
     names: list[str] = []
     for item in cleaned.split(","):
         match = _ITEM.fullmatch(item)
-        if match is None:
+        if match is None or (match["kind"] == "auto" and (match["index"] or item != cleaned)):
             raise UserError(f"cannot read {item!r}; {_HELP}")
         kind, index, count = match["kind"], match["index"], int(match["count"] or 1)
         if kind == "cpu" and index not in (None, "0"):
             raise UserError(f"{item!r} does not exist, as there is only one cpu; {_HELP}")
         if not 1 <= count <= MAX_DEVICES:
             raise UserError(f"{count} devices in {item!r}; use 1 to {MAX_DEVICES}")
+        if kind == "auto":
+            return DeviceSpec(cleaned, (), False, int(match["count"] or 0))
         names += [kind if kind == "cpu" else f"cuda:{int(index or 0)}"] * count
     if len({name.split(":")[0] for name in names}) > 1:
         raise UserError("cpu and cuda cannot share one split; name one kind")

@@ -14,39 +14,20 @@ NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of `os.open`: do not follow a symbolic link, and do not wait for the other end of a pipe."""
 
 
-class FileLock:
-    """An exclusive lock on a file. A missing file is created; the content of an existing one is not changed.
-
-    temporary: remove the file when the lock is released.
-    """
-
-    def __init__(self, path: Path, temporary: bool = False) -> None:
-        self.path, self._temporary = path, temporary
-        self._handle: int | None = None
-
-    def acquire(self, wait: bool = False) -> bool:
-        """Take the lock; return whether that worked. Without `wait` it fails if another process or thread
-        holds the lock. Never follows a symbolic link."""
-        while self._handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
-            try:
-                if not lock(handle, wait):
-                    return False
-                if _stands_at(self.path, handle):
-                    self._handle, handle = handle, -1
-            finally:
-                if handle >= 0:
-                    os.close(handle)
-        return True
-
-    def release(self) -> None:
-        """Release the lock."""
-        if self._handle is not None:
-            # While the lock is still held: afterwards the file may already be another process's lock.
-            if self._temporary:
-                self.path.unlink(missing_ok=True)
-            os.close(self._handle)
-            self._handle = None
+def take(path: Path, wait: bool = False) -> int | None:
+    """Lock a file, which is made if it is missing; return its handle, which holds the lock until it is
+    closed. None if another process or thread holds it; with `wait`, wait for that. Never follows a symbolic
+    link."""
+    while True:
+        handle, taken = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666), False
+        try:
+            if not lock(handle, wait):
+                return None
+            if taken := _stands_at(path, handle):
+                return handle
+        finally:
+            if not taken:
+                os.close(handle)
 
 
 def _stands_at(path: Path, handle: int) -> bool:
@@ -61,12 +42,14 @@ def _stands_at(path: Path, handle: int) -> bool:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Wait for the lock on `path`, hold it during the block, then remove the file."""
-    held = FileLock(path, temporary=True)
-    held.acquire(wait=True)
+    handle = take(path, wait=True)
+    assert handle is not None
     try:
         yield
     finally:
-        held.release()
+        # While the lock is still held: afterwards the file may already be another process's lock.
+        path.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def is_held(path: Path) -> bool:

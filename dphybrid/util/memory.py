@@ -9,17 +9,14 @@ _SIGNS = ("out of memory", "ALLOC_FAILED")  # CUDA's words, and cuDNN's and cuBL
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory it frees, for reuse; return whether that worked. Only on Linux with
-    glibc.
+    """Make this process keep the memory it frees, for reuse; return whether that worked. Only with glibc.
 
     By default glibc returns blocks above 32 MiB, and some smaller ones, to the system at every free, and the
     next step gets them back page by page: 12,900 page faults and 60 % of the time of a step that looks up
     200,000 rows of 64. The price is that memory once used stays with the process.
     """
-    if sys.platform != "linux":
-        return False
     library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
+    if not hasattr(library, "mallopt"):
         return False
     # Older versions of glibc refuse so large a threshold: then use no mmap at all.
     kept = library.mallopt(_MMAP_THRESHOLD, 2**30) or library.mallopt(_MMAP_MAX, 0)

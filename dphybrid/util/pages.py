@@ -1,9 +1,10 @@
 """Pages: JSON files with a version and a checksum. They are written atomically, and reading a damaged one
-raises an error. Paths inside the data folder are written relative to the page's own folder, so that a run's
-folder may be renamed or copied, and the data folder moved."""
+raises an error. Paths in the page's own folder and in the data folder are written relative to these, so that
+a run's folder may be renamed or copied, and the data folder moved."""
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,8 +15,6 @@ from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_json, write_json
 
 _SUM = "page_sha256"
-_HERE = "$HERE/"
-"""What a path relative to the page's folder begins with."""
 
 
 class OtherVersion(UserError):
@@ -24,7 +23,7 @@ class OtherVersion(UserError):
 
 class Page(BaseModel):
     """A file whose values are the fields of a subclass. VERSION: of the subclass. DEPTH: how many folders
-    above its own the data folder is; 0 for a page without paths, or one that may be elsewhere."""
+    above its own the data folder is; 0 for a page without paths."""
 
     VERSION: ClassVar[int] = 1
     DEPTH: ClassVar[int] = 0
@@ -41,34 +40,30 @@ class Page(BaseModel):
         if (version := values.pop("version", 1)) != cls.VERSION:
             reads = f"this dphybrid reads version {cls.VERSION}"
             raise OtherVersion(f"{path}: has version {version}, {reads}; use the dphybrid that wrote it")
-        here = os.path.abspath(path.parent)
-
-        def found(text: str) -> str:
-            return os.path.normpath(f"{here}/{text.removeprefix(_HERE)}") if text.startswith(_HERE) else text
-
         try:
-            return cls.model_validate(_mapped(found, values))
+            return cls.model_validate(_moved(values, [pair[::-1] for pair in cls._folders(path)]))
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"])) or "the page"
             raise UserError(f"{path}: does not fit {cls.__name__}: {field}: {plain_words(first)}") from error
 
-    def write(self, path: Path, depth: int | None = None) -> None:
-        """Write the page atomically and durably. depth: instead of the class's DEPTH."""
+    def write(self, path: Path) -> None:
+        """Write the page atomically and durably."""
         values = {"version": self.VERSION, **self.model_dump(mode="json")}
-        here = path.absolute().parent
-        if depth := self.DEPTH if depth is None else depth:
-            root = f"{here.parents[depth - 1]}/"
-            values = _mapped(
-                lambda text: _HERE + os.path.relpath(text, here) if text.startswith(root) else text, values
-            )
+        if self.DEPTH:
+            values = _moved(values, self._folders(path))
         write_json(path, {**values, _SUM: value_digest(values)})
 
+    @classmethod
+    def _folders(cls, path: Path) -> list[tuple[str, str]]:
+        """Return the page's folder and the data folder, each with what paths in it begin with in the file."""
+        here, data = (os.path.abspath(path.parent / Path(*[".."] * up)) for up in (0, cls.DEPTH))
+        return [(f"{here}/", "$HERE/"), (f"{data}/", "$DATA/")]
 
-def _mapped(change: Callable[[str], str], value: Any) -> Any:
-    """Return a JSON value with each text in it, except keys, changed."""
-    if isinstance(value, dict):
-        return {key: _mapped(change, each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_mapped(change, each) for each in value]
-    return change(value) if isinstance(value, str) else value
+
+def _moved(values: Any, folders: Iterable[tuple[str, str]]) -> Any:
+    """Return a JSON value whose texts begin with the second of a pair where they began with the first."""
+    text = json.dumps(values)
+    for before, after in folders:
+        text = text.replace(json.dumps(before)[:-1], json.dumps(after)[:-1])
+    return json.loads(text)

@@ -50,8 +50,6 @@ class StopRequest:
     def __init__(self) -> None:
         # Needs no lock: threads and signal handlers only ever replace the whole object.
         self._asked: Interrupted | None = None
-        self.hung_up = False
-        """Whether the terminal has ended: the kernel and the shell each say so."""
 
     @property
     def pending(self) -> bool:
@@ -104,15 +102,14 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal signalled
         if number == signal.SIGHUP:
-            if stop.hung_up:
-                return
-            stop.hung_up = True
             for stream in (1, 2):
                 try:
                     os.ttyname(stream)
                 except OSError as error:
                     if error.errno == errno.EIO:  # not ENOTTY: a file or a pipe stays
                         drop_output(stream)
+            if stop.pending:  # the kernel and the shell each say that the terminal has ended
+                return
         stop.ask(_NAMES[signal.Signals(number)], number)
         if at_once:
             raise stop.interruption()

@@ -107,8 +107,3 @@ def without_secrets_of(address: str, text: str) -> str:
     for piece in (user, user.partition(":")[2], unquote(user.partition(":")[2])):
         text = text.replace(piece, "***") if len(piece) > 2 else text
     return masked(text)
-
-
-def without_credentials(url: str) -> str:
-    """Return an address without its user and password."""
-    return re.sub(r"(?<=://)[^/?#]*@", "", url)

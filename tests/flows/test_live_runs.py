@@ -23,14 +23,12 @@ from dphybrid.orchestration.queueing import (
     DEATHS_LABEL,
     MAX_DEATHS,
     OWNER_LABEL,
-    PROCESS_LABEL,
     SILENT,
     STARTED_BY,
     LostRuns,
     owned_elsewhere,
     state_after_death,
 )
-from dphybrid.util.alive import process_name
 from dphybrid.util.stop import StopRequest
 from tests.fake_nvml import gpu, stand_in, write_state
 from tests.waiting import wait_until
@@ -145,7 +143,7 @@ def test_a_worker_queues_a_run_again_whose_process_died(
 @pytest.mark.parametrize(
     ("codes", "asked"), [([401], 1), ([409], 1), ([422], 1), ([503, 429, 500], 4), ([503, 401], 2)]
 )
-def test_a_worker_asks_again_while_the_server_is_away_and_not_when_it_refuses(
+def test_a_worker_asks_a_server_again_unless_it_refuses(
     codes: list[int], asked: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Else the worker would ask for ever, and its slot would stay taken."""
@@ -177,7 +175,7 @@ def deleted(_id: object) -> FlowRun:
         (deleted, "Prefect (the flow run was deleted)"),
     ],
 )
-def test_a_run_that_is_cancelled_or_deleted_in_prefect_is_asked_to_stop(
+def test_a_run_cancelled_or_deleted_in_prefect_is_asked_to_stop(
     answer: Callable[[object], FlowRun], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = SimpleNamespace(read_flow_run=answer)
@@ -205,44 +203,14 @@ def test_a_run_that_lives_is_running_again_after_it_was_thought_dead(monkeypatch
         wait_until(lambda: stop.pending, "it was asked")
 
 
-def test_only_runs_whose_processes_no_longer_exist_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen(["sleep", "100"]) as gone:
-        dead = process_name(gone.pid)
-        gone.kill()
-    own = process_name()
-    number, started, namespace, _, host = own.split("-")
-    earlier = f"{number}-{started}-{namespace}-00000000-{host}"
-    runs = []
-    for case, owner, process in [
-        ("gone", dead, dead),
-        ("another machine's", dead.replace(f"-{host}", "-00000000"), dead),
-        ("its worker lives", own, dead),
-        ("it writes a checkpoint", dead, own),
-        ("its number is another process's now", own.replace(f"-{started}-", f"-1{started}-"), dead),
-        ("before a reboot", earlier, earlier),
-        ("of an earlier version", "77", ""),
-    ]:
-        runs.append(dead_run(name=case))
-        runs[-1].labels |= {OWNER_LABEL: f"{owner} token", PROCESS_LABEL: process}
-    client = SimpleNamespace(
-        read_flow_runs=lambda **_: runs,
-        update_flow_run_labels=lambda *_: None,
-        set_flow_run_state=lambda *_, **__: None,
-    )
-    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
-    assert LostRuns("gpu").queue() == [
-        f"flow run {case}: its worker died with it; queued again"
-        for case in ("gone", "its number is another process's now", "before a reboot")
-    ]
-
-
 def test_no_clock_decides_which_runs_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pending run and a marked one, on the second page, seen where the clock differs from the server's."""
+    """Of runs on two pages, seen where the clock differs from the server's."""
     pending, silent = dead_run(StateType.PENDING, name="pending"), dead_run(name="silent")
+    ending = dead_run(StateType.CANCELLING, name="ending")
     silent.state = Crashed(message=SILENT)
-    for run in (pending, silent):
+    for run in (pending, silent, ending):
         run.state.timestamp = datetime.now(UTC) - timedelta(hours=1)
-    every = [pending, *[dead_run(StateType.RUNNING) for _ in range(250)], silent]
+    every = [pending, ending, *[dead_run(StateType.SCHEDULED) for _ in range(250)], silent]
     client = SimpleNamespace(
         read_flow_runs=lambda offset, **_: every[offset : offset + 200],
         update_flow_run_labels=lambda *_: None,
@@ -258,7 +226,9 @@ def test_no_clock_decides_which_runs_are_lost(monkeypatch: pytest.MonkeyPatch) -
     now += 10
     assert [line.split(":")[0] for line in lost.queue()] == ["flow run silent"]
     now += 100
-    assert "flow run pending: its process did not start; queued again" in lost.queue()
+    told = lost.queue()
+    assert "flow run pending: its process did not start; queued again" in told
+    assert "flow run ending: its process did not end" in told
 
 
 def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +240,7 @@ def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.Monkey
     assert owned_elsewhere(run)
 
 
-def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
+def test_while_no_gpu_is_free_runs_that_need_one_stay_queued(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: list[Any] = []

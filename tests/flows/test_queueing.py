@@ -4,55 +4,51 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from dphybrid.orchestration import worker
+from dphybrid.orchestration import supervised, worker
 from dphybrid.orchestration.checking import PACKAGED
 from dphybrid.orchestration.queueing import STARTED_BY
 from dphybrid.orchestration.setup import check
 from dphybrid.util.alive import process_name
-from tests.conftest import REPOSITORY
+from dphybrid.util.stop import StopRequest
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
-
-_RUN = """
-import os, signal, sys, time
-from dphybrid.orchestration.supervised import watching_worker
-from dphybrid.util.stop import StopRequest
-signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-with watching_worker(StopRequest(), every_s=0.1):
-    time.sleep(float(sys.argv[1]))
-os._exit(0)
-"""
 
 
 @pytest.mark.parametrize("dies", ["before", "meanwhile", "never"])
 def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
     dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with subprocess.Popen(["sleep", "600"]) as worker:
-        monkeypatch.setenv(STARTED_BY, f"{process_name(worker.pid)} token")
+    asked, stop = list[int](), StopRequest()
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    with subprocess.Popen(["sleep", "600"]) as parent:
+        monkeypatch.setenv(STARTED_BY, f"{process_name(parent.pid)} token")
         if dies == "before":
-            worker.kill()
-            worker.wait()
-        run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
-        with subprocess.Popen(run, cwd=REPOSITORY) as process:
+            parent.kill()
+            parent.wait()
+        with supervised.watching_worker(stop, every_s=0.02):
             if dies == "meanwhile":
-                wait_until(lambda: psutil.Process(process.pid).num_threads() > 1, "it watches", 60)
-                worker.kill()
-            assert process.wait(patience(30)) == (0 if dies == "never" else 7)
-        worker.kill()
+                assert not asked
+                parent.kill()
+            if dies == "never":
+                time.sleep(0.2)
+            else:
+                wait_until(lambda: asked, "it is asked", 20, every_s=0.02)
+        parent.kill()
+    signal.signal(signal.SIGTERM, before)
+    assert asked == [signal.SIGTERM] * (dies != "never")
+    assert stop.reason == "the death of its worker" * (dies != "never")
 
 
 _CHILD = "trap 'exit 3' TERM; echo; while :; do sleep 0.05; done"
 
 
-def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_signal(
+def test_a_worker_asks_each_run_once_and_kills_at_the_third_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker, "_LOOK_EVERY_S", 0.05)

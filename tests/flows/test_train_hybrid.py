@@ -1,6 +1,7 @@
 """The flow as people start it in a terminal, without a server, and the temporary server that it starts."""
 
 import errno
+import json
 import logging
 import os
 import signal

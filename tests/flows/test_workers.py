@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import psutil
 import pytest
 
 from dphybrid.orchestration.queueing import SILENT
-from dphybrid.util.alive import LOCK
-from dphybrid.util.locks import is_held
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
@@ -171,31 +168,6 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     assert worker.wait(patience(30)) == 0
 
 
-@pytest.mark.slow
-def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: Team) -> None:
-    lost, ended, starting = team.run_many([("train-hybrid", {"overrides": SHORT})] * 3)
-
-    def set_state(run: object, kind: str, force: bool, message: str = "") -> None:
-        state = {"type": kind, "name": kind.capitalize(), "message": message}
-        team.post(f"/flow_runs/{run}/set_state", {"state": state, "force": force})
-
-    for run, kind in ((lost, "RUNNING"), (ended, "COMPLETED"), (starting, "PENDING")):
-        set_state(run, kind, force=True)
-    for run in (lost, ended):  # what the automation does, also to runs that have ended
-        set_state(run, "CRASHED", force=False, message=SILENT)
-    assert (team.state(lost), team.state(ended)) == ("Crashed", "Completed")
-    done = team.command(
-        sys.executable,
-        "-c",
-        "from dphybrid.orchestration import queueing; queueing._OBJECTION_S = 0; "
-        "print(queueing.LostRuns('gpu').queue())",
-    )
-    assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
-    assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]
-    for run in (lost, starting):
-        set_state(run, "CANCELLED", force=True)
-
-
 def _is_run(pid: int, team: Team, folder: Path) -> bool:
     """Whether a process trains a folder's run: its lease and the run's tags have the flow run's name."""
     name = json.loads((folder / "run.json").read_text())["tags"]["prefect.flow_run_name"]
@@ -208,47 +180,6 @@ def _config(folder: Path) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads((folder / "run.json").read_text())["config"]))
     return file
-
-
-@pytest.mark.slow
-def test_deleted_runs_end_as_if_cancelled_and_free_their_slots(team: Team) -> None:
-    worker = team.start_worker("one", "--limit", "2", SLOW="0.12")
-    overrides = [*LONG, "train.epochs=600", "devices=cuda:0"]
-    first, second = team.run_many([("train-hybrid", {"overrides": overrides})] * 2)
-    wait_until(
-        lambda: sorted(map(team.state, (first, second))) == ["Running", "WaitingForGPU"], "one waits", 120
-    )
-    training, waiting = sorted((first, second), key=team.state)
-    folder = team.wait_for_checkpoint(training)
-    (later,) = team.run_many([("train-hybrid", {"overrides": [*SHORT, "devices=cuda:1"]})])
-    assert team.state(later) in ("Scheduled", "Late", "Pending")  # the two others have the slots
-    for run in (training, waiting):
-        team.post(f"/flow_runs/{run}", method="DELETE")
-    team.wait_for(later, "Completed", timeout_s=60)
-    wait_until(lambda: not team.holders(), "no GPU is leased", 30)
-    assert mlflow_run(team, folder).info.status == "KILLED"
-    told = (team.folder / "one.log").read_text()
-    assert told.count("the flow run was deleted; it has ended, its run folder stays") == 2
-    assert "Traceback" not in told
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0
-
-
-@pytest.mark.slow
-def test_after_a_power_cut_a_run_goes_on_when_its_machine_is_back(team: Team) -> None:
-    worker = team.start_worker("one", "--limit", "1", SLOW="0.12")
-    (run,) = team.run_many([("train-hybrid", {"overrides": LONG})])
-    team.wait_for_checkpoint(run)
-    server = next(child for child in reversed(team.started) if "server" in child.args)  # type: ignore[operator]
-    for child in (server, worker):
-        kill_tree(child)
-    team.start_server()
-    assert team.state(run) == "Running"
-    worker = team.start_worker("one", "--limit", "1")
-    team.wait_for(run, "Completed", timeout_s=120)
-    assert "its worker died with it; queued again" in (team.folder / "one.log").read_text()
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0
 
 
 SHORTLY = """
@@ -297,21 +228,3 @@ def test_a_worker_without_a_free_gpu_leaves_runs_for_others(team: Team) -> None:
     assert team.state(on_gpu) in ("Scheduled", "Late")
     team.start_machine("two", 1, "any", "night")
     team.wait_for(on_gpu, "Completed")
-
-
-@pytest.mark.slow
-def test_a_paused_run_frees_its_gpus_and_goes_on_where_it_stopped(team: Team) -> None:
-    team.start_machine("one", 1, "any", SLOW="0.1")
-    (run,) = team.run_many([("train-hybrid", {"overrides": LONG})])
-    folder = team.wait_for_checkpoint(run)
-    until = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
-    paused = {"type": "PAUSED", "name": "Suspended"}
-    paused |= {"state_details": {"pause_timeout": until, "pause_reschedule": True}}
-    team.post(f"/flow_runs/{run}/set_state", {"state": paused, "force": True})
-    wait_until(lambda: not is_held(folder / LOCK) and not team.holders(), "it has left", 60)
-    assert team.state(run) == "Suspended"
-    team.post(f"/flow_runs/{run}/resume", {})
-    wait_until(lambda: json.loads((folder / "run.json").read_text())["attempt"] == 2, "it goes on", 90)
-    assert is_held(folder / LOCK)
-    team.cancel(run)
-    team.wait_for(run, "Cancelled")

@@ -19,9 +19,8 @@ from dphybrid.gpus.leases import (
 )
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.job import prepare_data
-from dphybrid.util.files import check_target, own_folder
+from dphybrid.util.files import check_target
 from tests.fake_nvml import stand_in
-from tests.refusing import refused
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to somebody else")
 NOBODY = 65534
@@ -52,19 +51,6 @@ def test_a_link_in_the_folder_is_not_followed(units: tuple[Gpu, ...], tmp_path: 
     with pytest.raises(OSError, match="symbolic links"):
         try_lease(folder, units, "mine")
     assert victim.read_text() == "precious"
-
-
-def test_an_own_folder_is_closed_to_others(tmp_path: Path) -> None:
-    own = own_folder(tmp_path / "own")
-    own.chmod(0o755)
-    assert own_folder(own).stat().st_mode & 0o777 == 0o700
-
-
-@needs_root
-def test_what_belongs_to_somebody_else_is_not_ones_own(tmp_path: Path) -> None:
-    os.chown(tmp_path, NOBODY, NOBODY)
-    with refused("another user's; remove it"):
-        own_folder(tmp_path)
 
 
 def test_a_new_data_folder_is_closed_and_doctor_tells_an_open_one(

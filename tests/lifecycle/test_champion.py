@@ -1,6 +1,7 @@
 """Champion and challenger, with MLflow's own registry: who is compared with whom, after kills too, and that
 one process at a time retrains a model."""
 
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from dphybrid.run.pages import ResultPage
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.training.saving import checkpoint_uid
-from dphybrid.util.locks import FileLock
+from dphybrid.util.locks import take
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests import stores
 from tests.commands import command, version_of
@@ -231,15 +232,15 @@ def test_data_of_another_kind_is_said_and_the_champion_stays(shop: Shop, tmp_pat
 def test_a_second_retraining_waits_until_the_first_has_ended(
     shop: Shop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = FileLock(lock_file("busy", shop.settings))  # tests/util/test_files.py kills who holds one
-    assert first.acquire()
+    first = take(lock_file("busy", shop.settings))  # tests/util/test_files.py kills who holds one
+    assert first is not None
     with retraining("another", shop.settings, StopRequest()):
         pass
     (cancelled := StopRequest()).ask("Ctrl-C", signal.SIGINT)
     waits = pytest.raises(Interrupted, match="stopped by Ctrl-C while it waited for another retraining")
     with waits, retraining("busy", shop.settings, cancelled):
         pass
-    Timer(0.3, first.release).start()
+    Timer(0.3, os.close, [first]).start()
     with retraining("busy", shop.settings, StopRequest()):
         pass
     assert "Waiting: another process retrains busy\n" in capsys.readouterr().out

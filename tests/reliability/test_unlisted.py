@@ -18,7 +18,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors, write_tensors
-from dphybrid.util.files import clear_leftovers, making, scratch_folder, temporary
+from dphybrid.util.files import making, replacing
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -111,21 +111,16 @@ def test_a_damaged_journal_of_a_sweep_is_told(data_dir: Path) -> None:
         assert "study.journal: is damaged, so the sweep" in command(*sweep, ends=2)
 
 
-def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tmp_path: Path) -> None:
-    trained("run")
-    frame().write_csv("rows.csv")
+def test_what_killed_programs_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    file, folder = tmp_path / "out.csv", tmp_path / "exported"
     if (killed := os.fork()) == 0:
-        temporary(Path("out.csv").absolute()).touch()
-        with making(Path("exported").absolute()) as folder, scratch_folder(Path("tmp"), "dphybrid-x"):
-            (folder / "file").touch()
+        with making(folder) as partial, replacing(file) as half:
+            (partial / "file").touch()
+            half.touch()
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
-    own = temporary(Path("alive.csv").absolute())
-    own.touch()  # of a process that lives
-    left = {path.name for path in Path().iterdir() if ".partial-" in path.name}
-    assert len(left) == 3
-    command("predict", "run", "--data.path", "rows.csv", "--out", "out.csv")
-    assert {path.name for path in Path().iterdir() if ".partial-" in path.name} == {own.name}
-    assert len(list(Path("tmp").iterdir())) == 1
-    clear_leftovers(Path("tmp"), alone=False)
-    assert list(Path("tmp").iterdir()) == []
+    assert len(list(tmp_path.iterdir())) == 4  # each with its lock
+    with making(folder) as partial, replacing(file) as half:
+        assert list(partial.iterdir()) == []
+        half.touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"out.csv", "exported"}

@@ -1,15 +1,10 @@
 """A run's record says where MLflow has the run: commands without the variables of that time ask there."""
 
-import json
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config.own_runs import enter
-from dphybrid.config.settings import load_settings
-from dphybrid.tracking import open_tracker
-from dphybrid.tracking.record import RecordFile
 from tests.commands import command, run_with
 from tests.stores import put_database
 
@@ -58,36 +53,3 @@ def test_without_variables_a_resumed_run_is_recorded_where_it_began(
     command("runs", "remove", "run", "--yes")
     stages = [client.get_run(each.run_id).info.lifecycle_stage for each in (first, other)]
     assert stages == ["deleted", "deleted"]
-
-
-@pytest.mark.parametrize("lines", [1, 99])
-def test_a_damaged_line_with_the_address_does_not_cost_it_if_another_part_has_it(
-    data_dir: Path, lines: int
-) -> None:
-    settings = load_settings()
-    for part in (1, 2):
-        tracker = open_tracker(None, "dphybrid", settings.mlflow_dir, runs=settings.runs_dir)
-        if not (settings.runs_dir / "run").exists():
-            run_id = tracker.start("run", {}, {}, "")
-        else:
-            tracker.attach("run")
-        tracker.log_metrics({"train/loss": 1.0}, part)
-        tracker.close()
-    record = RecordFile(settings.runs_dir / "run")
-    record.append({"op": "summary", "step": 0, "late": 2.0})
-    record.close()
-    (record.folder / "run.json").write_text(json.dumps({"uid": enter(record.folder)}))
-    written = record.path.read_bytes().splitlines(keepends=True)
-    named = [number for number, line in enumerate(written) if b'"op":"run"' in line]
-    assert len(named) == 2
-    for number in named[:lines]:
-        written[number] = written[number].replace(b"}", b"")
-    record.path.write_bytes(b"".join(written))
-    (record.folder / "record.sent").write_bytes(b"{}")  # damaged, too: all of it is sent again
-    told = command("sync", ends=lines == 1)
-    metrics = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db").get_run(run_id).data.metrics
-    if lines == 1:
-        assert "run: MLflow lacks 1 line of the record (damaged)" in told
-        assert metrics == {"train/loss": 1.0, "late": 2.0}
-    else:
-        assert "Nothing to do" in told

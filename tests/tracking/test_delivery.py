@@ -1,6 +1,7 @@
 """What MLflow lacks of a record is told where people look, and copied later."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -17,8 +18,8 @@ from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile, destination, of_metrics, waits
 from dphybrid.tracking.sync import sync
-from dphybrid.util.locks import FileLock, is_held
-from tests.commands import command, python
+from dphybrid.util.locks import is_held, take
+from tests.commands import command
 from tests.stores import put_database
 from tests.waiting import wait_until
 
@@ -28,13 +29,6 @@ def _tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dphybrid.tracking.copier._REFUSED_RETRIES_S", (0.01, 0.02))
     monkeypatch.setattr("dphybrid.tracking.copier._FIRST_RETRY_S", 0.05)
     monkeypatch.setattr("dphybrid.tracking.copier._LAST_RETRY_S", 0.2)
-
-
-@pytest.mark.nightly
-def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
-    put_database("mlflow", tmp_path / "mlflow.db")
-    done = python("-m", "tests.tracking.together", tmp_path)
-    assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
 
 
 def card(folder: Path, step: int = 1) -> dict[str, Any]:
@@ -50,8 +44,8 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
     tracker = open_tracker(None, "late", tmp_path / "store")
     run_id = tracker.start("run", {}, {}, "")
     tracker.close()
-    held = FileLock(tmp_path / "store" / "runs" / "run" / "record.jsonl")
-    assert held.acquire()  # nobody sends meanwhile
+    held = take(tmp_path / "store" / "runs" / "run" / "record.jsonl")  # nobody sends meanwhile
+    assert held is not None
     tracker.attach("run")
     for step in (1, 2):
         tracker.log_metrics({"valid/auc": 0.5 * step}, step)
@@ -59,7 +53,7 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
         tracker.log_checkpoints([kept])
         if step == 1:
             shutil.rmtree(kept["folder"])
-    held.release()
+    os.close(held)
     tracker.finish("FINISHED")
     client = MlflowClient(tracker.tracking_uri)
     assert [(p.step, p.value) for p in client.get_metric_history(run_id, "valid/auc")] == [(1, 0.5), (2, 1.0)]

@@ -163,9 +163,7 @@ def test_a_full_disk_costs_lines_of_metrics_and_no_others(
     assert [message.partition(":")[0] for message in caplog.messages] == ["metrics cannot be recorded"]
 
 
-def test_what_must_outlive_a_loss_of_power_is_synced_and_a_step_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_outlive_a_loss_of_power_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = list[int]()
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
     record = written(tmp_path)

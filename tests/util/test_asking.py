@@ -1,8 +1,6 @@
-"""Requests to servers: the token, an own certificate, and a proxy for others."""
+"""Requests to servers: the token, and a proxy for others."""
 
 import os
-import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +13,12 @@ from dphybrid.cli.doctor import _mlflow_server
 from dphybrid.config.settings import Settings
 from dphybrid.tracking.tracker import Server
 from dphybrid.tracking.writer import create_run
-from dphybrid.util.asking import ask
 from tests.commands import python
 from tests.refusing import refused_with
 
 
 @contextmanager
-def serving(certificate: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+def serving() -> Iterator[tuple[str, list[str]]]:
     """Yield a server's address and the Authorization of each request."""
     asked = list[str]()
 
@@ -34,15 +31,11 @@ def serving(certificate: Path | None = None) -> Iterator[tuple[str, list[str]]]:
 
         def log_message(self, *_: object) -> None: ...
 
-    server, scheme = HTTPServer(("127.0.0.1", 0), Handler), "http"
-    if certificate is not None:
-        context, scheme = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "https"
-        context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
-        yield f"{scheme}://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", asked
     finally:
         server.shutdown()
         thread.join()
@@ -56,22 +49,6 @@ def test_the_doctor_sends_the_token_and_takes_a_slash(monkeypatch: pytest.Monkey
             ((passed, told),) = _mlflow_server(Settings(tracking_uri=f"{address}/"))
             assert (passed, asked[-1]) == (good, f"Bearer {token}")
             assert ("_TOKEN" in told) != good
-
-
-def test_a_server_with_an_own_certificate_is_trusted_where_mlflow_trusts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pem = tmp_path / "own.pem"
-    command = (
-        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout {pem} "
-        f"-addext subjectAltName=IP:127.0.0.1 -out {tmp_path / 'cert'}"
-    )
-    subprocess.run(command.split(), check=True, capture_output=True)
-    pem.write_text(pem.read_text() + (tmp_path / "cert").read_text())
-    with serving(certificate=pem) as (address, _):
-        assert "CERTIFICATE_VERIFY_FAILED" in ask(address).wrong
-        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "cert"))
-        assert ask(address).content == b"{}"
 
 
 def test_servers_of_this_machine_are_asked_without_a_proxy() -> None:

@@ -4,8 +4,8 @@ import errno
 import importlib
 import os
 import signal
-import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,7 @@ from dphybrid.util.files import (
     remove_folder,
     write_json,
 )
-from dphybrid.util.locks import FileLock, is_held, locked
+from dphybrid.util.locks import is_held, locked, take
 from dphybrid.util.pages import Page
 from tests.refusing import refused
 from tests.reliability.damages import damage
@@ -99,21 +99,20 @@ def test_of_many_that_make_one_folder_one_does(tmp_path: Path) -> None:
 def test_a_lock_ends_with_its_process_and_leaves_the_holders_page(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     file.write_text("page")
-    code = (
-        "import sys, time; from pathlib import Path; from dphybrid.util.locks import FileLock;"
-        f"lock = FileLock(Path({str(file)!r})); print(lock.acquire(), flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "True\n"
-        lock = FileLock(file)
-        assert not lock.acquire()
-        assert is_held(file)
-        child.send_signal(signal.SIGKILL)
-        child.wait(60)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, b"held" if take(file) is not None else b"free")
+        time.sleep(60)
+    assert os.read(reading, 4) == b"held"
+    assert take(file) is None
+    assert is_held(file)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     assert not is_held(file)
-    assert lock.acquire()
-    assert not FileLock(file).acquire()  # nor may another thread of this process
-    lock.release()
+    handle = take(file)
+    assert handle is not None
+    assert take(file) is None  # nor may another thread of this process
+    os.close(handle)
     assert file.read_text() == "page"
     with locked(file):
         assert is_held(file)
@@ -191,7 +190,7 @@ def test_a_changed_file_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_code_of_this_package_does_not_count_and_code_without_a_file_does() -> None:
+def test_code_without_a_file_counts_and_this_package_does_not() -> None:
     assert code_digest(ExperimentConfig) == ""
     digests = []
     for number in (1, 1, 2):

@@ -3,13 +3,12 @@ digest; and frames of predictions, written chunk by chunk to the user's file."""
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import polars as pl
@@ -23,10 +22,10 @@ from dphybrid.util.files import (
     check_target,
     given_path,
     make_folder,
-    scratch_folder,
+    replacing,
     sync,
-    temporary,
     write_text,
+    writing,
 )
 
 PART_ROWS = 2**20
@@ -88,38 +87,34 @@ def save_frame(frame: pl.DataFrame | pl.LazyFrame, folder: Path, where: str) -> 
     """
     # Saved even though the frame is in memory: a resumed or compared run must find its rows again.
     make_folder(folder)
-    written, num_rows = temporary(folder / "frame"), 0
+    num_rows = 0
     try:
-        written.mkdir()
-        # Parts of a fixed size, however the rows were computed: otherwise equal frames would be written as
-        # different bytes, and get different digests.
-        for number, part in enumerate(
-            frame.lazy().collect_batches(chunk_size=PART_ROWS, maintain_order=True)
-        ):
-            file = written / f"part-{number:05d}.parquet"
-            # Copied: a slice of lists keeps the buffers of the rows around it, which the file would show.
-            copied = part.select(pl.all().gather(pl.int_range(pl.len())))
-            copied.write_parquet(file, row_group_size=_ROW_GROUP)
-            sync(file)
-            num_rows += len(part)
-        if num_rows < 2:
-            raise UserError(
-                f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one for validation"
-            )
-        target = folder / frame_digest(written.iterdir())
-        # Not asked first whether it exists: another process may save an equal frame at this moment.
-        try:
-            written.rename(target)
-            sync(folder)
-        except OSError:
-            if not target.is_dir():
-                raise
-            os.utime(target)  # the time of its last use, by which `dphybrid runs remove` keeps it
-        return target
+        with writing(folder / "frame") as written:
+            written.mkdir()
+            # Parts of a fixed size, however the rows were computed: otherwise equal frames would be written
+            # as different bytes, and get different digests.
+            for number, part in enumerate(
+                frame.lazy().collect_batches(chunk_size=PART_ROWS, maintain_order=True)
+            ):
+                file = written / f"part-{number:05d}.parquet"
+                # Copied: a slice of lists keeps the buffers of the rows around it, which the file would show.
+                copied = part.select(pl.all().gather(pl.int_range(pl.len())))
+                copied.write_parquet(file, row_group_size=_ROW_GROUP)
+                sync(file)
+                num_rows += len(part)
+            if num_rows < 2:
+                raise UserError(
+                    f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one for validation"
+                )
+            target = folder / frame_digest(written.iterdir())
+            if target.is_dir():
+                os.utime(target)  # the time of its last use, by which `dphybrid runs remove` keeps it
+            else:
+                written.rename(target)
+                sync(folder)
+            return target
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
 
 
 @dataclass
@@ -159,8 +154,8 @@ def new_rows(
     header is known. Raises UserError as `read_rows` does; with `whole` also for a row that cannot be read, as
     others would take its place."""
     given = data.model_copy(update={"max_rejected": 1.0}) if whole else data
-    with scratch_folder(Path(gettempdir()), "dphybrid-rows") as scratch:
-        rows = read_rows(files, given, scratch, named, as_text=True)
+    with TemporaryDirectory(prefix="dphybrid-rows-") as scratch:
+        rows = read_rows(files, given, Path(scratch), named, as_text=True)
         for first in rows.rejected[:whole]:
             raise UserError(
                 f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or "
@@ -225,21 +220,18 @@ def write_frames(
     rejected: may grow while `frames` is consumed. Errors of `frames` are raised unchanged, and UserError if
     the file cannot be written; nothing is left at `target` then.
     """
-    partial, rejected_file = temporary(target), _rejected_file(target)
+    rejected_file = _rejected_file(target)
     try:
-        # Wrapped as a lazy frame, which polars writes chunk by chunk.
-        lazy = register_io_source(lambda *_: frames, schema=dict(schema))
-        lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
-        sync(partial)
-        if rejected:
-            write_text(rejected_file, "".join(json.dumps(row) + "\n" for row in rejected))
-        else:
-            rejected_file.unlink(missing_ok=True)
-        partial.replace(target)
+        with replacing(target) as partial:
+            # Wrapped as a lazy frame, which polars writes chunk by chunk.
+            lazy = register_io_source(lambda *_: frames, schema=dict(schema))
+            lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
+            if rejected:
+                write_text(rejected_file, "".join(json.dumps(row) + "\n" for row in rejected))
+            else:
+                rejected_file.unlink(missing_ok=True)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"--out {target}: cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _rejected_file(target: Path) -> Path:
