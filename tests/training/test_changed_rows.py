@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import dphybrid
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import HostEmbedding, dense_parameters, find_tables, row_optimizer
-from dphybrid.parallel import DataParallel
+from dphybrid.embedding import HostEmbedding, find_tables, row_optimizer
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.job import evaluate_run
@@ -53,25 +52,6 @@ class Tables(nn.Module):
         self.rounded = HostEmbedding(200, 8, dtype=torch.bfloat16, name="rounded", **options, seed=0)
         self.columns = HostEmbedding(140, 4, **options)
         self.linear = nn.Linear(16, 1)
-
-
-def test_a_table_in_a_region_of_one_device_is_stored_once(tmp_path: Path) -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.linear = HostEmbedding(9, 2, seed=0), nn.Linear(2, 1)
-
-    def trained(seed: int) -> Trained:
-        torch.manual_seed(seed)
-        model = nn.ModuleDict({"net": DataParallel(Looks(), "cpu")})
-        nn.init.constant_(next(iter(find_tables(model).values())).weight, seed)
-        return Trained(model, torch.optim.Adam(dense_parameters(model)), None, Progress())
-
-    path = save_checkpoint(tmp_path, trained(1), {}, {})
-    assert sorted(read_tensors(path / "blocks.safetensors")) == ["net.linear.bias", "net.linear.weight"]
-    load_checkpoint(path, loaded := trained(2))
-    expected = trained(1).model.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in loaded.model.state_dict().items())
 
 
 def new(optimizer: str, **options: Any) -> Trained:
