@@ -13,7 +13,6 @@ from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import ExperimentCommand
 from dphybrid.cli.parser import run_cli
-from dphybrid.cli.train import flow_command
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.champion import Decision, decide_waiting, judge
@@ -109,10 +108,9 @@ def _decided(model: str, decision: Decision) -> State:
 
 def main(argv: Sequence[str]) -> int:
     """Run the flow in this process; return the exit code."""
-    sentence = "Continue to train a registered model when data has arrived; promote it if it is better."
 
     def run() -> int:
-        args = flow_command("retrain_hybrid", sentence, ExperimentCommand, argv)
+        args = ExperimentCommand.parse("python -m dphybrid.flows.retrain_hybrid", __doc__ or "", argv)
         config, _ = args.experiment()
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(

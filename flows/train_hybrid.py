@@ -12,7 +12,6 @@ from prefect import flow
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
-from dphybrid.cli.train import flow_command
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.supervised import supervised
@@ -58,10 +57,9 @@ def train_hybrid(
 
 def main(argv: Sequence[str]) -> int:
     """Run the flow in this process; return the exit code."""
-    sentence = "Train a hybrid model as a Prefect flow, in this process."
 
     def run() -> int:
-        args = flow_command("train_hybrid", sentence, RunCommand, argv)
+        args = RunCommand.parse("python -m dphybrid.flows.train_hybrid", __doc__ or "", argv)
         config, _ = args.experiment()
         with in_this_process():
             train_hybrid.with_options(log_prints=False)(

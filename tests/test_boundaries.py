@@ -8,20 +8,21 @@ from tests.commands import python
 from tests.conftest import REPOSITORY
 
 HEAVY = ["torch", "mlflow", "prefect", "prefect.server", "polars", "pydantic", "matplotlib", "sklearn"]
-HEAVY += ["rich"]
+HEAVY += ["rich", "pydantic_settings"]
+SETTINGS = {"pydantic", "pydantic_settings"}
 CHAINS: dict[str, list[tuple[str, set[str]]]] = {
     "configs": [
         ("dphybrid", set()),
         ("dphybrid.util.device_spec", set()),
         ("dphybrid.config", {"pydantic"}),
         ("dphybrid.recipes.configs", {"pydantic"}),
-        ("dphybrid.config.settings", {"pydantic"}),
-        ("dphybrid.cli.main", {"pydantic"}),
-        ("dphybrid.lifecycle.cleanup", {"pydantic"}),  # `dphybrid runs`
+        ("dphybrid.cli.main, dphybrid.cli.train", {"pydantic"}),  # `dphybrid train --help`
+        ("dphybrid.config.settings", SETTINGS),
+        ("dphybrid.lifecycle.cleanup", SETTINGS),  # `dphybrid runs`
         # what MLflow imports, and no torch: they only read and send records
-        ("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"}),
+        ("dphybrid.tracking.models, dphybrid.tracking.sync", {"mlflow", "polars"} | SETTINGS),
         # Prefect's server is imported only where a temporary one starts
-        ("flows.train_hybrid", {"prefect", "rich", "mlflow", "polars", "pydantic"}),
+        ("flows.train_hybrid", {"prefect", "rich", "mlflow", "polars"} | SETTINGS),
     ],
     "models": [
         ("dphybrid.parallel", {"torch"}),

@@ -69,13 +69,13 @@ def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.Captur
             few = ["--train.epochs", "8"] if argv[0] == "train" and "--train.epochs" not in argv else []
             assert main([*argv, *few]) == 0, (argv, capsys.readouterr().err)
         told[argv[0]] = capsys.readouterr().out
-    assert list(told)[1:] == ["prepare", "train", "runs", "predict", "evaluate"]
+    assert list(told)[1:] == ["prepare", "train", "compare", "predict", "evaluate"]
     assert re.search(r"price +numeric", told["prepare"])
     assert "Reusing prepared data" in told["train"]
     (named,) = re.findall(r"more lines about the data: (.*)", told["train"])
     assert re.search(r"tags +bag", Path(named).read_text())
     assert re.search(r"^Test: +auc 0\.\d+", told["train"], flags=re.MULTILINE)
-    assert {"first", "deep"} <= set(re.findall(r"\w+", told["runs"]))
+    assert {"first", "deep", "dcn"} <= set(re.findall(r"\w+", told["compare"]))
     scored = pl.read_csv("predictions.csv")
     assert len(scored) == 300
     auc = roc_auc_score(answers, scored["probability"])

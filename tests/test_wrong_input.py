@@ -193,7 +193,7 @@ def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: P
         ("train --train=3", "did you mean '--train.epochs' or '--train.batch-size' or "),
         (
             "train --data.ignore a b",
-            "unexpected 'b'; write --data.path, --recipe or --config before it, or a list",
+            "unexpected 'b'; write its flag before it, or a list as a,b",
         ),
         ("train --label y", "--label: there is no such flag; did you mean '--data.label'?"),
     ],

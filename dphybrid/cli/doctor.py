@@ -12,9 +12,10 @@ from itertools import chain
 from dphybrid.cli.parser import Command, prefect_part
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import Inventory, visible, why_cpu
+from dphybrid.tracking.opening import checked
 from dphybrid.util.asking import ask
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.text import masked, shown_address, without_secrets_of
+from dphybrid.util.text import masked
 
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0.16,<2.1'"
 """The remedy: the versions of the extra `flows` in pyproject.toml."""
@@ -28,8 +29,8 @@ class Flags(Command):
     def run(self) -> int:
         """Print one line per check; return 0 when all passed, else 1."""
         settings, passed = load_settings(), True
-        checks = _gpus(settings), _prefect(), _mlflow_server(settings), _data_folder(settings)
-        for good, text in chain(*checks):
+        mlflow = checked(settings.mlflow_uri, settings.mlflow_dir)
+        for good, text in chain(_gpus(settings), _prefect(), [mlflow], _data_folder(settings)):
             passed &= good
             print(masked(f"{'ok  ' if good else 'BAD '} {text}"), flush=True)
         return 0 if passed else 1
@@ -72,24 +73,6 @@ def _prefect() -> Iterator[_Check]:
         yield False, f"Prefect's server cannot be imported: {why}; remedy: {_PINS}"
     else:
         yield from checks(ask)
-
-
-def _mlflow_server(settings: Settings) -> Iterator[_Check]:
-    url = settings.mlflow_uri
-    if not url or not url.startswith("http"):
-        # A database is not opened: MLflow's client takes seconds to import.
-        where = shown_address(url) if url else f"embedded, in {settings.mlflow_dir}"
-        yield True, f"MLflow: {where}; `dphybrid ui` shows the runs"
-        return
-    user, password, token = (
-        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
-    )
-    page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
-    # As MLflow's client does: user and password before the token.
-    answer = ask(page, f"{user}:{password}" if user else None, None if user else token)
-    wrong, server = without_secrets_of(url, answer.wrong), f"MLflow server {shown_address(url)}"
-    remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD, _TOKEN or _SERVER_CERT_PATH, or start it"
-    yield not wrong, f"{server}: {wrong}; remedy: {remedy}" if wrong else f"{server}: answers"
 
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:

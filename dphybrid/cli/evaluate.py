@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
+from dphybrid.recipes.configs import check_data_path
 
 
 class _Rows(BaseModel):
@@ -32,8 +32,6 @@ class Flags(Command):
     data: _Rows
     devices: str = "cpu"
     """Devices on which the model runs."""
-    batch_size: int | None = Field(default=None, ge=1)
-    """Rows of a batch, over all devices (default: 1,024 for tables, else as in training)."""
 
     def run(self) -> int:
         """Print the evaluation."""
@@ -44,13 +42,12 @@ class Flags(Command):
         from dphybrid.serving.predict import open_predictor
         from dphybrid.training.display import preparation_progress
 
-        checkpoint, size = find_checkpoint(self.model, load_settings()), self.batch_size
+        checkpoint = find_checkpoint(self.model, load_settings())
         found = evaluate_checkpoint(
             checkpoint,
             Path(self.data.path),
-            lambda: open_predictor(checkpoint, self.devices, size or 1024),
+            lambda: open_predictor(checkpoint, self.devices, 1024),
             lambda: model_from_checkpoint(checkpoint, self.devices),
-            batch_size=size,
             on_progress=preparation_progress(),
         )
         print(found.text())

@@ -3,17 +3,25 @@
 import os
 import textwrap
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from dphybrid.cli.parser import Command, Given, as_flag
 from dphybrid.config import ExperimentConfig, merge, nest
-from dphybrid.config.settings import Settings, load_settings
-from dphybrid.recipes.configs import Values, explain_unknown, field_types, load_config, read_config_file
-from dphybrid.recipes.registry import BUILT_IN, OF_TABLES, choose_recipe, find_recipe, recipe_names
+from dphybrid.recipes.configs import (
+    Values,
+    check_data,
+    explain_unknown,
+    field_types,
+    load_config,
+    read_config_file,
+)
+from dphybrid.recipes.registry import OF_TABLES, choose_recipe, find_recipe, recipe_names
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import given_path, no_such_file
+
+if TYPE_CHECKING:
+    from dphybrid.config.settings import Settings
 
 
 def recipes_text() -> str:
@@ -37,7 +45,6 @@ class ConfigCommand(Command):
 
     # Whatever is no field here is a value of the experiment, in the text form of a flow's overrides.
     model_config = ConfigDict(extra="allow")
-    before_words: ClassVar = "; write --data.path, --recipe or --config before it, or a list as a,b"
     config: Path | None = None
     """TOML (or JSON) file with the values to set; flags override it."""
     recipe: str | None = None
@@ -68,24 +75,6 @@ class ConfigCommand(Command):
         return load_config(self.config, self.values, base)
 
 
-def check_data(config: ExperimentConfig) -> None:
-    """Raise UserError when a built-in recipe's data does not exist or its table cannot be opened, before the
-    seconds that importing torch takes."""
-    if config.recipe in BUILT_IN:
-        if path := config.data.model_dump().get("path"):
-            check_data_path(str(path))
-        recipe = find_recipe(config.recipe)
-        if recipe.tabular:
-            recipe.source(config.data, config.train.seed)
-
-
-def check_data_path(path: str) -> None:
-    """Raise UserError when `path` does not exist. The readers check as well, but seconds later: they import
-    polars."""
-    if not any(sign in path for sign in "*?[") and not given_path(path, "data.path").exists():
-        raise no_such_file(path, "data.path")
-
-
 class ExperimentCommand(ConfigCommand):
     """A command that trains, perhaps several runs."""
 
@@ -96,11 +85,13 @@ class ExperimentCommand(ConfigCommand):
         """Return the config that has the values which are not given."""
         return None
 
-    def experiment(self) -> tuple[ExperimentConfig, Settings]:
+    def experiment(self) -> "tuple[ExperimentConfig, Settings]":
         """Return config and settings. Raises UserError."""
         if self.tracking is not None:
             # Not passed on as an argument: a flow's tasks read settings themselves.
             os.environ["DPHYBRID_TRACKING_URI"] = self.tracking
+        from dphybrid.config.settings import load_settings  # here, as `--help` needs no settings
+
         config = self.given_config(self.base())
         check_data(config)
         return config, load_settings()
@@ -119,6 +110,7 @@ class RunCommand(ExperimentCommand):
         """Return the config of the run to resume, whose name replaces `resume`."""
         if self.resume is None:
             return None
+        from dphybrid.config.settings import load_settings
         from dphybrid.run.folder import named_run  # here, as `--help` needs no records
 
         values = merge(read_config_file(self.config) if self.config else {}, self.values)

@@ -14,7 +14,7 @@ from dphybrid.util.importing import kept_from_gc
 COMMANDS = {
     "data": ["prepare"],
     "train": ["train", "sweep"],
-    "use": ["runs", "ui", "evaluate", "predict", "export"],
+    "use": ["runs", "compare", "ui", "evaluate", "predict", "export"],
     "operate": ["devices", "doctor", "sync", "worker", "deploy"],
 }
 """Group -> the subcommands' modules, in the order of the help.

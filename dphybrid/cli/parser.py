@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import leaves, nest
-from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import disk_text
 from dphybrid.util.importing import missing_extra
@@ -53,8 +52,6 @@ class Command(BaseModel):
     model_config = ConfigDict(defer_build=True, populate_by_name=True)
     alone: ClassVar[Mapping[str, str]] = {}
     """Field whose flag may stand without a value -> the value that it then has."""
-    before_words: ClassVar[str] = ""
-    """What a word that is neither flag nor value probably lacks."""
 
     @classmethod
     def help_of(cls, given: Given) -> tuple[str, list[type[BaseModel]]]:
@@ -94,7 +91,7 @@ class Command(BaseModel):
                     is_list = list in _kinds(field)
                     values[name], loose = (loose, []) if is_list else (loose[0], loose[1:])
             if loose:
-                raise UserError(f"unexpected {loose[0]!r}{cls.before_words}")
+                raise UserError(f"unexpected {loose[0]!r}; write its flag before it, or a list as a,b")
             return cls.model_validate(nest(values))
         except (ValidationError, UserError) as error:
             wrong = _mistakes(error, own) if isinstance(error, ValidationError) else error
@@ -178,24 +175,22 @@ def sentence(model: type[BaseModel], name: str) -> str:
     field: Any = model.model_fields[first]
     if dot:
         return sentence(field.annotation, rest)
-    declared = (_docstrings(base.__module__).get(base.__name__, {}).get(first) for base in model.__mro__)
+    declared = (_docstrings(base.__module__).get((base.__name__, first)) for base in model.__mro__)
     return field.description or next(filter(None, declared), "")
 
 
 # Not by pydantic (use_attribute_docstrings), which reads the source of each class in each process.
 @cache
-def _docstrings(module: str) -> dict[str, dict[str, str]]:
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """Return the docstrings of the fields of a module's classes, by class and field."""
-    found = dict[str, dict[str, str]]()
+    found = dict[tuple[str, str], str]()
     with suppress(OSError, TypeError, KeyError):  # no source: a class of a notebook, say
-        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for field, text in pairwise(node.body):
-                words = text.value if isinstance(text, ast.Expr) else None
-                if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
-                    assert isinstance(field.target, ast.Name)
-                    found.setdefault(node.name, {})[field.target.id] = inspect.cleandoc(str(words.value))
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            for pair in pairwise(node.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(ast.Constant(str(text))):
+                        found[node.name, field] = inspect.cleandoc(text)
     return found
 
 
@@ -260,7 +255,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
             return 2
         if error.filename is None:  # not the user's mistake; its traceback is needed
             raise
-        path, folder, text = Path(str(error.filename)), load_settings().data_dir, disk_text(error)
+        folder = import_module("dphybrid.config.settings").load_settings().data_dir
+        path, text = Path(str(error.filename)), disk_text(error)
         # Also a folder above the data folder: it may be the one that could not be made.
         own = path.is_relative_to(folder) or folder.is_relative_to(path)
         if own and error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR):

@@ -19,10 +19,10 @@ from typing import Any
 
 from pydantic import Field
 
-from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command, Positional
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import RowFiles
+from dphybrid.recipes.configs import check_data_path
 from dphybrid.util.errors import UserError
 
 

@@ -7,9 +7,9 @@ examples:
 The prepared data is kept: training with the same values reuses it.
 """
 
-from dphybrid.cli.flags import ConfigCommand, check_data
+from dphybrid.cli.flags import ConfigCommand
 from dphybrid.config.settings import load_settings
-from dphybrid.recipes.configs import given_flags
+from dphybrid.recipes.configs import check_data, given_flags
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.text import as_flags
 

@@ -10,19 +10,15 @@ repeat the command with its --sweep NAME. Its record is Optuna's study, sweeps/N
 folder.
 """
 
-import json
 import shlex
 from datetime import datetime
-from typing import Any
 
 from pydantic import Field
 
 from dphybrid.cli.flags import ExperimentCommand
-from dphybrid.util.errors import UserError
+from dphybrid.recipes.configs import read_grid
 from dphybrid.util.stop import StopRequest, stop_signals
 from dphybrid.util.text import metric_text
-
-_EXAMPLE = """'{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'"""
 
 
 class Flags(ExperimentCommand):
@@ -39,12 +35,11 @@ class Flags(ExperimentCommand):
 
     def run(self) -> int:
         """Run a sweep; return 1 when a run failed, else 0."""
-        grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
         name = f"sweep-{datetime.now():%m%d-%H%M%S}" if self.sweep is None else self.sweep
         from dphybrid.lifecycle.sweep import Sweep, run_sweep
 
-        sweep = Sweep(name, config, grid, self.trials or 0)
+        sweep, stop = Sweep(name, config, read_grid(self.grid), self.trials or 0), StopRequest()
         with stop_signals(stop):
             results = run_sweep(sweep, settings, stop, self.at_once)
         for result in results:
@@ -54,21 +49,3 @@ class Flags(ExperimentCommand):
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
         return 1 if any("failed" in result for result in results) else 0
-
-
-def _grid(text: str) -> dict[str, Any]:
-    try:
-        grid = json.loads(text, object_pairs_hook=_each_once)
-    except (ValueError, RecursionError) as error:  # brackets by the thousand
-        raise UserError(f"--grid {text[:200]}: not valid JSON ({error}); write {_EXAMPLE}") from error
-    if not isinstance(grid, dict):
-        raise UserError(f"--grid {text}: not a JSON object; write {_EXAMPLE}")
-    return grid
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, of which Python would keep only the last value of a repeated name."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"a name is repeated: {', '.join(name for name, _ in pairs)}")
-    return values

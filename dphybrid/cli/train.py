@@ -13,22 +13,13 @@ Without --recipe, a label selects ctr, anything else text. A TOML file uses the 
 Data, runs (checkpoints, report.json) and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from dphybrid.cli.flags import RunCommand
-from dphybrid.cli.parser import Command
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
-
-
-def flow_command(name: str, summary: str, command: type[Command], words: Sequence[str]) -> Any:
-    """Return the command that `python -m dphybrid.flows.NAME` and words give. Its help has the examples of
-    `dphybrid train`."""
-    page = (__doc__ or "").partition("\n\n")[2]
-    return command.parse(f"python -m dphybrid.flows.{name}", f"{summary}\n\n{page}", words)
 
 
 def _tag(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Print the address of a run's page in MLflow, or of the list of a recipe's runs.
+"""Print the address of MLflow's pages: of all experiments, or of a run.
 
 examples:
-  %(prog)s                                    all runs of the recipe that was trained last
+  %(prog)s                                    a list of runs for each recipe
   %(prog)s text-cpu-1121-044553               one run: its report, curves, splits, timings, checkpoints
 
 Without a server (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), this starts MLflow's own on this machine until
@@ -24,7 +24,7 @@ class Flags(Command):
     """The flags of `ui`."""
 
     run_name: Positional[str | None] = Field(default=None, alias="RUN")
-    """Name of a run (default: the runs of the recipe that was trained last)."""
+    """Name of a run (default: all experiments)."""
     port: int | None = Field(default=None, ge=1)
     """Port of the server that is started (default: a free one)."""
 
@@ -59,23 +59,19 @@ class Flags(Command):
 
 
 def page_path(settings: Settings, name: str | None) -> str:
-    """Return the part after `#` in the address of a run of the data folder, or of the experiment of the
-    newest one. Raises UserError if there is no such run in MLflow."""
-    from dphybrid.run.folder import all_runs, find_run
+    """Return the part after `#` in the address of a run of the data folder, or of the list of experiments.
+    Raises UserError if there is no such run in MLflow."""
+    from dphybrid.run.folder import find_run
     from dphybrid.tracking.record import destination
     from dphybrid.tracking.tracker import run_path
 
-    found = find_run(settings, name) if name else None
-    runs = [found] if found else [] if name else all_runs(settings)[::-1]
-    for run in runs:
-        if is_own(run.folder, settings) and (there := destination(run.folder)):
-            experiment = str(there["experiment_id"])
-            page = f"/experiments/{experiment}/runs?workflowType=machine_learning"
-            return run_path(experiment, str(there["run_id"])) if name else page
-    if name:
-        what = "is not recorded in MLflow" if found else "there is no such run"
-        raise UserError(f"{name}: {what}; `dphybrid runs` lists the runs, MLflow's pages those of others")
-    return "/experiments?workflowType=machine_learning"
+    if name is None:
+        return "/experiments?workflowType=machine_learning"
+    run = find_run(settings, name)
+    if run and is_own(run.folder, settings) and (there := destination(run.folder)):
+        return run_path(str(there["experiment_id"]), str(there["run_id"]))
+    what = "is not recorded in MLflow" if run else "there is no such run"
+    raise UserError(f"{name}: {what}; `dphybrid runs` lists the runs, MLflow's pages those of others")
 
 
 def _free_port(wanted: int | None) -> int:

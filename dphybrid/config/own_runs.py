@@ -4,10 +4,13 @@ send their record, are removed, and run code of the working folder. Any other ru
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_json, sync
+
+if TYPE_CHECKING:
+    from dphybrid.config.settings import Settings
 
 LIST = ".own-runs"
 """Name of the list in the data folder: a line `UID NAME` for each run."""
@@ -27,7 +30,7 @@ def enter(folder: Path) -> str:
     return uid
 
 
-def is_own(folder: Path, settings: Settings) -> bool:
+def is_own(folder: Path, settings: "Settings") -> bool:
     """Return whether the data folder made or adopted the run in `folder`, which may have been renamed since.
     A copy of a run that still exists is not its own."""
     if folder.resolve().parent != settings.runs_dir.resolve():
@@ -37,12 +40,12 @@ def is_own(folder: Path, settings: Settings) -> bool:
     return name is not None and (name == folder.name or _uid_of(settings.runs_dir / name) != uid)
 
 
-def own_folders(settings: Settings) -> list[Path]:
+def own_folders(settings: "Settings") -> list[Path]:
     """Return the folders of the data folder's own runs."""
     return [page.parent for page in settings.runs_dir.glob("*/run.json") if is_own(page.parent, settings)]
 
 
-def wrote(page: Path, settings: Settings) -> bool:
+def wrote(page: Path, settings: "Settings") -> bool:
     """Return whether a run of this data folder wrote a page of a run, a checkpoint or a model."""
     # Links first: one in the user's own folder may lead to somebody else's page.
     path, runs = page.resolve(), settings.runs_dir.resolve()
@@ -51,7 +54,7 @@ def wrote(page: Path, settings: Settings) -> bool:
     return path.is_relative_to(settings.mlflow_dir.resolve())
 
 
-def check_own(folder: Path, settings: Settings, deed: str) -> None:
+def check_own(folder: Path, settings: "Settings", deed: str) -> None:
     """Raise UserError unless the run is the data folder's own. deed: what to do instead."""
     if not is_own(folder, settings):
         raise UserError(f"{folder.name}: {why_foreign(folder.name)}, or {deed}")
@@ -64,7 +67,7 @@ def why_foreign(name: str) -> str:
     )
 
 
-def entered(settings: Settings) -> dict[str, str]:
+def entered(settings: "Settings") -> dict[str, str]:
     """Return uid -> name of all runs in the list, oldest first; none of a list of another account."""
     with suppress(FileNotFoundError, PermissionError):
         lines = (settings.data_dir / LIST).read_text(encoding="utf-8").split("\n")

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dphybrid.config import DeviceText
 from dphybrid.util.errors import UserError, plain_words
@@ -20,10 +21,15 @@ _CENTURY_S = 100 * 365 * 86_400.0
 """The longest time that a setting may give: the system's calls refuse some that are longer."""
 
 
-class Settings(BaseModel):
+class Settings(BaseSettings):
     """Settings of this machine and user."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX,
+        env_ignore_empty=True,  # an empty variable counts as unset
+        frozen=True,
+        defer_build=True,
+    )
 
     data_dir: Path = Path("~/.dphybrid")
     """Folder for prepared data, checkpoints and the default MLflow store."""
@@ -113,10 +119,9 @@ class Settings(BaseModel):
 def load_settings(**given: Any) -> Settings:
     """Read the settings: what is given, then the environment. Raises UserError that names the wrong
     variable."""
-    # Not cached: a command may set variables between two calls. An empty variable counts as unset.
-    found = {name: os.environ.get(f"{_PREFIX}{name.upper()}") for name in Settings.model_fields}
+    # Not cached: a command may set variables between two calls.
     try:
-        settings = Settings(**{name: text for name, text in found.items() if text} | given)
+        settings = Settings(**given)
     except ValidationError as error:
         lines = [
             f"{_PREFIX}{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()

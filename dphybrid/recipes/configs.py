@@ -14,22 +14,25 @@ from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import ExperimentConfig, Section, flatten, leaves, merge, nest
 from dphybrid.config.own_runs import wrote
-from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, type_text
-from dphybrid.util.files import given_path
+from dphybrid.util.files import given_path, no_such_file
 from dphybrid.util.importing import check_installed
 from dphybrid.util.text import split_items
 
+if TYPE_CHECKING:
+    from dphybrid.config.settings import Settings
+
 Values = dict[str, Any]
 """Values of a config by name; sections are nested mappings."""
+_GRID = """'{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'"""
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
@@ -180,7 +183,7 @@ def as_config(value: object) -> Any:
 
 
 def stored_config(
-    values: Values, page: Path, settings: Settings, given: ExperimentConfig | None = None
+    values: Values, page: Path, settings: "Settings", given: ExperimentConfig | None = None
 ) -> ExperimentConfig:
     """Return the config stored in the page of a run or checkpoint.
 
@@ -284,3 +287,40 @@ def _explain(item: Any, origins: Mapping[str, str], recipe: str) -> str:
         return f"{name}{where}: {message}"
     shown = repr(item["input"])
     return f"{name} = {shown if len(shown) <= 300 else f'{shown[:300]}...'}{where}: {message}"
+
+
+def check_data(config: ExperimentConfig) -> None:
+    """Raise UserError when a built-in recipe's data does not exist or its table cannot be opened, before the
+    seconds that importing torch takes."""
+    if config.recipe in BUILT_IN:
+        if path := config.data.model_dump().get("path"):
+            check_data_path(str(path))
+        recipe = find_recipe(config.recipe)
+        if recipe.tabular:
+            recipe.source(config.data, config.train.seed)
+
+
+def check_data_path(path: str) -> None:
+    """Raise UserError when `path` does not exist. The readers check as well, but seconds later: they import
+    polars."""
+    if not any(sign in path for sign in "*?[") and not given_path(path, "data.path").exists():
+        raise no_such_file(path, "data.path")
+
+
+def read_grid(text: str) -> dict[str, Any]:
+    """Return a grid that is written as JSON. Raises UserError."""
+    try:
+        grid = json.loads(text, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:  # brackets by the thousand
+        raise UserError(f"--grid {text[:200]}: not valid JSON ({error}); write {_GRID}") from error
+    if not isinstance(grid, dict):
+        raise UserError(f"--grid {text}: not a JSON object; write {_GRID}")
+    return grid
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, of which Python would keep only the last value of a repeated name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name is repeated: {', '.join(name for name, _ in pairs)}")
+    return values

@@ -122,7 +122,6 @@ def evaluate_checkpoint(
     predictor: Callable[[], Any],
     model: Callable[[], nn.Module],
     *,
-    batch_size: int | None = None,
     on_progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint of any recipe on rows whose answers are known. Raises UserError.
@@ -130,7 +129,6 @@ def evaluate_checkpoint(
     Args:
         rows: What `evaluate` takes for a table, else what the recipe's `samples` takes.
         predictor, model: Return the checkpoint's; one is called.
-        batch_size: Samples of a batch, for all recipes but tables; None: as in training.
     """
     state = read_state(checkpoint)
     config = stored_config(state.config, checkpoint / "state.json", load_settings())
@@ -139,7 +137,7 @@ def evaluate_checkpoint(
         return evaluate(predictor(), rows, on_progress=on_progress)
     loaded, task = model(), recipe.task_of(config, state.info)
     data, notes = recipe.samples(checkpoint, config, loaded, rows)
-    outputs = validation_outputs(loaded, data, batch_size or config.train.batch_size, task)
+    outputs = validation_outputs(loaded, data, config.train.batch_size, task)
     metrics, intervals = _measured(task, outputs, on_progress)
     return Evaluation(
         num_rows=len(data),

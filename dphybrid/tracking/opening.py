@@ -214,3 +214,21 @@ def _check(uri: str) -> None:
         remedy = f"if another version made it, install that one, or run `mlflow db upgrade {uri}`"
         with explained(uri, f"MLflow {version('mlflow')} cannot use this store", remedy):
             MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
+
+
+def checked(tracking_uri: str | None, store: Path) -> tuple[bool, str]:
+    """Return whether a server answers as MLflow's client asks it, and the finding with its remedy. A database
+    is not opened: MLflow's client takes seconds to import."""
+    if not tracking_uri or not tracking_uri.startswith("http"):
+        where = shown_address(tracking_uri) if tracking_uri else f"embedded, in {store}"
+        return True, f"MLflow: {where}; `dphybrid ui` shows the runs"
+    user, password, token = (
+        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
+    )
+    page = f"{tracking_uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
+    # As MLflow's client does: user and password before the token.
+    answer = ask(page, f"{user}:{password}" if user else None, None if user else token)
+    wrong = without_secrets_of(tracking_uri, answer.wrong)
+    server = f"MLflow server {shown_address(tracking_uri)}"
+    remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD, _TOKEN or _SERVER_CERT_PATH, or start it"
+    return not wrong, f"{server}: {wrong}; remedy: {remedy}" if wrong else f"{server}: answers"

@@ -1,6 +1,7 @@
 """The tracker: its verbs append records to the run's file, and a background thread copies them to MLflow."""
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -323,3 +324,15 @@ def page_address(tracking_uri: str, page: str) -> str:
 def run_path(experiment_id: str, run_id: str) -> str:
     """Return the part after `#` in the address of a run."""
     return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
+def comparison(recorded: Sequence[Mapping[str, Any]]) -> str:
+    """Return where MLflow compares the curves of runs; "" unless one server or database has all of them.
+    recorded: `destination` of each."""
+    if not all(recorded) or len({noted["tracking_uri"] for noted in recorded}) > 1:
+        return ""
+    ids, experiments = ([str(noted[name]) for noted in recorded] for name in ("run_id", "experiment_id"))
+    runs, of = quote(json.dumps(ids)), quote(json.dumps(sorted({*experiments})))
+    page = f"/compare-runs?runs={runs}&experiments={of}"
+    served = page_address(recorded[0]["tracking_uri"], page)
+    return served or f"`dphybrid ui --port 5000`, then http://127.0.0.1:5000/#{page}"

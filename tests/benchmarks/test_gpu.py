@@ -11,7 +11,7 @@ from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.test_light_install import HIDE
 
-LACKING = '("prefect", "mlflow", "polars", "pydantic", "rich", "sklearn", "matplotlib")'
+LACKING = '("prefect", "mlflow", "polars", "pydantic", "pydantic_settings", "rich", "sklearn", "matplotlib")'
 
 
 @pytest.mark.nightly

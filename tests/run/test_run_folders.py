@@ -1,7 +1,9 @@
 """Damaged neighbours are left out, a running run is not run twice, pages of MLflow open at a run."""
 
+import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -10,9 +12,11 @@ from dphybrid.cli.ui import page_path
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.run.folder import find_tagged_run, named_run
+from dphybrid.run.pages import MetricsPage
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.record import RecordFile, last_status
 from dphybrid.util.alive import alive, holding
+from dphybrid.util.text import metric_text
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -122,14 +126,27 @@ def test_values_that_order_the_rows_of_an_epoch_stay_the_same(data_dir: Path) ->
             run_with(*TOY, value, "train.epochs=3", resume="mine")
 
 
-def test_pages_of_mlflow_open_at_the_run(data_dir: Path) -> None:
+def test_runs_are_compared_and_pages_of_mlflow_open_at_them(data_dir: Path) -> None:
     settings = load_settings()
-    run_with(*TOY, run_name="mine")
+    for name, devices in (("one", "cpu"), ("two", "cpu*2")):
+        run_with(*TOY, f"devices={devices}", run_name=name)
     assert page_path(settings, None).startswith("/experiments?")
-    with refused("mine: is not recorded in MLflow"):
-        page_path(settings, "mine")
-    record = RecordFile(data_dir / "runs/mine")
-    record.append({"op": "run", "name": "mine", "run_id": "2" * 32, "experiment_id": "7"})
-    record.close()
-    assert page_path(settings, "mine").startswith(f"/experiments/7/runs/{'2' * 32}?")
-    assert page_path(settings, None).startswith("/experiments/7/runs?")
+    with refused("one: is not recorded in MLflow"):
+        page_path(settings, "one")
+    assert "Curves" not in command("compare", "one", "two")
+    for number, name in enumerate(("one", "two"), start=1):
+        record = RecordFile(data_dir / "runs" / name)
+        where = {"run_id": f"{number}" * 32, "experiment_id": "7", "tracking_uri": "http://server:5000"}
+        record.append({"op": "run", "name": name, **where})
+        record.close()
+    assert page_path(settings, "two").startswith(f"/experiments/7/runs/{'2' * 32}?")
+    rows = {line.split("  ")[0].strip(): line for line in command("compare", "one", "two").splitlines()}
+    assert rows["devices"].split() == ["devices", "cpu", "cpu*2"]
+    best = MetricsPage.read(data_dir / "runs/one/metrics.json").metrics["mse"]
+    assert rows["mse"].split()[1] == metric_text(best)
+    assert "train.lr" not in rows
+    address = unquote([*rows.values()][-1])
+    ids = json.dumps(["1" * 32, "2" * 32])
+    assert address == f'Curves: http://server:5000/#/compare-runs?runs={ids}&experiments=["7"]'
+    assert "one2: there is no such run; did you mean 'one'?" in command("compare", "one2", "two", ends=2)
+    assert "at least 2" in command("compare", "one", ends=2)

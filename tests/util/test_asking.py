@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.doctor import _mlflow_server
-from dphybrid.config.settings import Settings
+from dphybrid.tracking.opening import checked
 from dphybrid.tracking.tracker import Server
 from dphybrid.tracking.writer import create_run
 from tests.commands import python
@@ -46,7 +45,7 @@ def test_the_doctor_sends_the_token_and_takes_a_slash(monkeypatch: pytest.Monkey
     with serving() as (address, asked):
         for token, good in (("right", True), ("wrong", False)):
             monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
-            ((passed, told),) = _mlflow_server(Settings(tracking_uri=f"{address}/"))
+            passed, told = checked(f"{address}/", Path())
             assert (passed, asked[-1]) == (good, f"Bearer {token}")
             assert ("_TOKEN" in told) != good
 
