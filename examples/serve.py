@@ -8,7 +8,6 @@ curl 'http://127.0.0.1:8000/recommend?user=u1&k=3&met=i95&met=i321'     # if it 
 import os
 from typing import Annotated, Any
 
-import polars as pl
 from fastapi import FastAPI, HTTPException, Query
 
 import dphybrid
@@ -35,6 +34,6 @@ else:
     def predict(rows: list[dict[str, Any]]) -> list[Any]:
         """Return a prediction for each row; a response with status 400 names a missing column."""
         try:
-            return list(model.predict(pl.DataFrame(rows, infer_schema_length=None)).tolist())
-        except (ValueError, pl.exceptions.PolarsError) as error:
+            return list(model.predict(rows).tolist())
+        except ValueError as error:
             raise HTTPException(400, str(error)) from None

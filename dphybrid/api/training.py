@@ -49,9 +49,9 @@ def train(
     """Train, and return the run: the same job as `dphybrid train`.
 
     Args:
-        data: a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, or a
-            path: a file, a folder or a pattern. A frame is written to the data folder once and read like any
-            file; the same frame gives the same prepared data.
+        data: a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list
+            of records, or a path: a file, a folder or a pattern. A frame is written to the data folder once
+            and read like any file; the same frame gives the same prepared data.
         recipe: kind of experiment (default: "ctr" for frames and with a label, else "text").
         label: column with the answer.
         valid: separate validation rows, in the same form as `data`.

@@ -79,8 +79,9 @@ class RowFiles(DelimitedFiles):
     """Further texts that mean "no value", separated by commas, besides the empty text, ?, NA, NaN, None,
     null and the like. --data.missing '' reads all but the empty text as values. Write --data.missing=-1 for a
     text that begins with a minus."""
-    decimal: Literal[".", ","] = "."
-    """Decimal mark of numbers."""
+    decimal: Literal["auto", ".", ","] = "auto"
+    """Decimal mark of numbers; auto: a comma if commas do not separate the columns and it makes more columns
+    numbers, else a point."""
     dateformat: str = ""
     """How dates and times are written, such as %d/%m/%Y or %m/%d/%Y %H:%M. Empty: ISO 8601."""
 

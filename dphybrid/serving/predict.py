@@ -116,10 +116,10 @@ class Predictor:
         (B, C) float32 of `classes`, or the number (B,) float64 in the label's own units.
 
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
-        dict of columns, or the path of files as `predict_file` takes it. Texts in `data.missing` and None
-        mean "no value"; so do values of numeric columns that are not numbers, with a warning. Another warning
-        names columns with many values that training does not know. Raises UserError when a column is missing,
-        or when a file has rows that cannot be read.
+        dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
+        `data.missing` and None mean "no value"; so do values of numeric columns that are not numbers, with a
+        warning. Another warning names columns with many values that training does not know. Raises UserError
+        when a column is missing, or when a file has rows that cannot be read.
         """
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))

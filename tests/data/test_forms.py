@@ -57,6 +57,7 @@ def _forms(table: pl.DataFrame) -> dict[str, object]:
         "nullable": table.to_pandas().convert_dtypes(),
         "arrow": table.to_arrow(),
         "columns": table.to_dict(as_series=False),
+        "records": table.to_dicts(),
         "floats": table.with_columns(floats),
         "decimals": table.with_columns(big_id=decimals),
         "categories": table.with_columns(pl.col("city").cast(pl.Categorical)),
@@ -206,9 +207,11 @@ def test_the_index_of_a_pandas_frame_is_no_feature(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("none", [None, float("nan"), pd.NA])
 def test_large_ids_beside_no_value_keep_their_digits(none: object) -> None:
-    ids = [2**60 + 1, none, 2**60 + 3, 2**63 - 1]
-    frame = as_frame(pd.DataFrame({"h": pd.Series(ids, dtype=object)}), "x").lazy().collect()
-    assert typed(frame["h"], Form(), ()).to_list() == [str(2**60 + 1), None, str(2**60 + 3), str(2**63 - 1)]
+    ids = [2**60 + 1, none, 2**60 + 3, 2**64 - 1]
+    wanted = [None if each is none else str(each) for each in ids]
+    for container in ([{"h": each} for each in ids], {"h": ids}):
+        frame = as_frame(container, "x").lazy().collect()
+        assert typed(frame["h"], Form(), ()).to_list() == wanted
 
 
 def test_columns_without_an_order_in_time_are_refused() -> None:

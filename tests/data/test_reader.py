@@ -100,6 +100,13 @@ def test_mixed_line_ends_and_marks_are_read(tmp_path: Path) -> None:
     assert rows_of(tmp_path, gzip.compress(b"a,b\n1,2\n3,4\n"), "x.csv.gz").column("b").to_list() == [2, 4]
 
 
+def test_decimal_commas_are_taken_where_the_comma_separates_nothing(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "w;n\n" + "a;1,5\nb;2,7\n" * 20)
+    assert rows.column("n").head(2).to_list() == [1.5, 2.7]
+    assert "decimals are written with a comma" in rows.notes[-1]
+    assert rows.form.comma
+
+
 def test_quotes_may_appear_late(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "a,b\n" + "u,v\n" * 400_000 + '"x, y",v\n')
     assert rows.column("a")[-1] == "x, y"

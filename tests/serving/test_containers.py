@@ -1,4 +1,4 @@
-"""One value means the same in every container: a column of each type is predicted from frames and
+"""One value means the same in every container: a column of each type is predicted from frames, records and
 files with equal bits, or refused by its name."""
 
 import datetime
@@ -78,6 +78,7 @@ WAYS: dict[str, Callable[[pl.DataFrame], object]] = {
     "lazy": lambda rows: rows.lazy(),
     "arrow": lambda rows: rows.to_arrow(),
     "columns": lambda rows: rows.to_dict(as_series=False),
+    "records": lambda rows: rows.to_dicts(),
     "pandas": _pandas,
     "pandas arrow": lambda rows: rows.to_pandas(use_pyarrow_extension_array=True),
     "pandas objects": lambda rows: _pandas(rows).astype(object),
@@ -106,6 +107,9 @@ WAYS: dict[str, Callable[[pl.DataFrame], object]] = {
     ),
     "tuples": lambda rows: _pandas(rows).assign(tags=[tuple(cell) for cell in rows["tags"].to_list()]),
     "joined": lambda rows: rows.with_columns(pl.col("tags").list.join("|")),
+    "numpy scalars": lambda rows: [
+        {**row, "size": np.float32(row["size"]), "member": np.bool_(row["member"])} for row in rows.to_dicts()
+    ],
     "-999": lambda rows: rows.with_columns(pl.col("user_id", "amount").fill_null(-999)),
     "-999.0": lambda rows: rows.with_columns(pl.col("user_id").cast(pl.Float64).fill_null(-999.0)),
     "text -999.0": lambda rows: rows.with_columns(

@@ -144,7 +144,7 @@ def _sniff(
     fixed = {
         "encoding": encoding_of(file, data.encoding),
         "hive_partitioning": False,
-        "decimal_separator": data.decimal,
+        "decimal_separator": data.decimal.replace("auto", "."),
         # Cells may have a blank before them.
         "nullstr": ["", *data.no_value, *(f" {text}" for text in data.no_value)],
         **{name: value for name, value in flags.items() if value != "auto"},
@@ -159,6 +159,11 @@ def _sniff(
     quotes = (cells.str.contains('"', literal=True).any() for cells in rows)
     if data.quote == "auto" and not options["quote"] and not any(quotes):
         options |= {"quote": '"', "escape": '"'}  # which later rows may have
+    # With another separator than the comma, decimals may have one: if more columns are numbers then.
+    if data.decimal == "auto" and not as_text and options["delim"] != "," and "VARCHAR" in types:
+        with_commas = _sniffed(database, file, options | {"decimal_separator": ","}, sniffed)
+        if with_commas[1].count("DOUBLE") > types.count("DOUBLE"):
+            options, types = options | {"decimal_separator": ","}, with_commas[1]
     names = _names(file, first, named) if header else [*map(str, range(len(types)))]
     notes = _unusual(options, names)
     if as_text:
@@ -251,6 +256,9 @@ def _unusual(options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     notes = {
         "there is one column; --data.delimiter :: splits it": len(names) == 1 and "::" in names[0],
         f"{options['skip']} lines above the table are left out": options["skip"],
+        "decimals are written with a comma; --data.decimal . reads them as texts": (
+            options["decimal_separator"] == ","
+        ),
         "there is no header: columns are named 0, 1, ...; --data.header yes overrides this": (
             not options["header"]
         ),

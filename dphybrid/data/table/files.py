@@ -237,7 +237,7 @@ def read_rows(
         kept_B=np.ones(num_rows, bool),
         notes=[*notes, *dialect.notes],
         rejected=rejected,
-        form=Form(comma=data.decimal == ",", dates=data.dateformat),
+        form=Form(comma=dialect.options.get("decimal_separator") == ",", dates=data.dateformat),
         header=dialect.header,
     )
 

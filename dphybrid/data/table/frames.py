@@ -1,4 +1,4 @@
-"""Tables from memory (polars, pandas, Arrow, columns) as polars frames, and as files named by their
+"""Tables from memory (polars, pandas, Arrow, columns, records) as polars frames, and as files named by their
 digest; and frames of predictions, written chunk by chunk to the user's file."""
 
 import json
@@ -17,6 +17,7 @@ from polars.selectors import by_name  # takes names literally; select() reads `*
 
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.files import Rows, frame_digest, read_rows
+from dphybrid.data.vocabulary import is_nothing
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import (
     check_target,
@@ -55,6 +56,9 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
             fields = data.schema if module == "pyarrow" and hasattr(data, "schema") else ()
             kinds = [field.name for field in fields if str(field.type).startswith("dictionary<")]
             return frame.with_columns(by_name(*kinds).cast(pl.String).cast(pl.Categorical))
+        if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
+            names = dict.fromkeys(chain.from_iterable(data))
+            data = {name: [row.get(name) for row in data] for name in names}
         if isinstance(data, Mapping):
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
     except (pl.exceptions.PolarsError, ArithmeticError, ImportError, NotImplementedError, TypeError) as error:
@@ -63,7 +67,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         raise UserError(f"{where}: {'; '.join(map(str, error.args))}") from error
     raise UserError(
         f"{where}: is {type_text(data)}; give a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow "
-        "table, a dict of columns, or a path"
+        "table, a dict of columns, a list of records, or a path"
     )
 
 
@@ -71,8 +75,10 @@ def _column(name: str, values: Any) -> pl.Series:
     """Return a column of Python, numpy, pandas or polars."""
     if isinstance(values, str) or not hasattr(values, "__len__"):  # which polars would repeat in every row
         raise TypeError(f"column {name!r} is {values!r}; give it a list or an array")
-    of_objects = str(getattr(values, "dtype", "")) == "object"
-    column = pl.Series(name, values.tolist() if of_objects else values, strict=False)
+    if isinstance(values, list | tuple) or str(getattr(values, "dtype", "")) == "object":
+        # nan would make floats of whole numbers, which hold them up to 2^53 only.
+        values = [None if is_nothing(value) else value for value in values]
+    column = pl.Series(name, values, strict=False)
     if column.dtype == pl.Object:
         raise TypeError(f"column {name!r} holds {column[0]!r:.60}; write texts, numbers, dates or lists")
     return column
