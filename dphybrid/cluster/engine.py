@@ -60,7 +60,7 @@ class ClusterEngine(Engine):
         tables, where = find_tables(model), f"cluster.ranks={self.config.cluster.ranks}"
         if len(tables) != 1:
             several, none = (
-                "put their rows into one HostEmbedding",
+                "put them into one HostEmbeddingCollection",
                 "for a model without tables use torch's DistributedDataParallel",
             )
             raise UserError(

@@ -5,10 +5,11 @@ each replica the unique rows of its share, gets their summed gradients back, and
 
 Where to read: `table` (the module), `gradients` (from lookups to one sparse gradient), `optim` (the
 optimizers), `native` (the C kernels as functions of tensors), `replicas` (rows to the devices, gradients
-back), `ahead` and `pipeline` (exact prefetching), `storage` (memory or files), `hosting` (embeddings of any
-model), `published` (checkpoints), `ngrams` (memory of a language model).
+back), `ahead` and `pipeline` (exact prefetching), `collection` (many tables in one), `storage` (memory or
+files), `hosting` (embeddings of any model), `published` (checkpoints), `ngrams` (memory of a language model).
 """
 
+from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.gradients import clip_grad_norm_, clip_rows_too
 from dphybrid.embedding.hosting import host_tables, load_rows, save_rows
@@ -23,6 +24,7 @@ from dphybrid.embedding.table import HostEmbedding, dense_parameters, find_table
 __all__ = [
     "CombinedOptimizer",
     "HostEmbedding",
+    "HostEmbeddingCollection",
     "NgramMemory",
     "Ranked",
     "RowOptimizer",

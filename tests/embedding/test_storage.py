@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.embedding import run, text
 from benchmarks.racing import plain
-from dphybrid.embedding import HostEmbedding, row_optimizer, storage
+from dphybrid.embedding import (
+    HostEmbedding,
+    HostEmbeddingCollection,
+    find_tables,
+    row_optimizer,
+    storage,
+)
 from dphybrid.embedding.storage import open_states
 from tests.refusing import refused
 
@@ -87,3 +94,20 @@ def test_a_full_disk_is_an_error_before_work(monkeypatch: pytest.MonkeyPatch, tm
     ):
         with refused("GiB for rows: No space left on device; choose another folder"):
             build()
+
+
+def test_a_collection_is_its_tables_in_one() -> None:
+    tables = HostEmbeddingCollection({"user": 30, "item": 5}, 4, seed=3)
+    assert find_tables(nn.ModuleDict({"columns": tables})) == {"columns": tables}
+    assert torch.equal(tables.weight[:30], HostEmbedding(30, 4, seed=3).weight)
+    rows, before = row_optimizer("sgd", {"t": tables}, lr=1.0), tables.weight.detach().clone()
+    ids_BF = torch.tensor([[3, 0], [29, 4]], dtype=torch.uint8)  # too narrow for rows of many tables
+    rows_BFD = tables(tables.flat_ids(ids_BF))
+    assert torch.equal(rows_BFD, before[torch.tensor([[3, 30], [29, 34]])])
+    rows_BFD.sum().backward()
+    rows.step()
+    assert (tables.weight != before).any(1).nonzero().squeeze(1).tolist() == [3, 29, 30, 34]
+    with pytest.raises(ValueError, match=r"'item': id 5 at position \[1\] is not a row; rows are 0 to 4"):
+        tables.flat_ids(torch.tensor([[3, 4], [3, 5]]))
+    with pytest.raises(ValueError, match="give 2 columns, one per table"):
+        tables.flat_ids(torch.zeros(2, 3, dtype=torch.int64))
