@@ -234,7 +234,7 @@ class Predictor:
         """Raise UserError if a column that the model reads is missing."""
         if missing := [name for name in self.encoder.names if name not in names]:
             raise UserError(
-                f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: "
+                f"{where}: column {missing[0]!r}, which the model was trained on, is missing; columns: "
                 f"{', '.join(map(str, names))}"
             )
 

@@ -299,7 +299,7 @@ def test_columns_of_unknown_values_are_said(tmp_path: Path) -> None:
         encoder.encode(frame, (), unknown)
         lines = sorted(unknown.lines(encoder.columns))
         assert len(lines) == said
-    assert lines[1] == "Column 'n': 2,000 values of 2,000 are no numbers and count as missing"
+    assert lines[1] == "Column 'n': 2,000 of 2,000 values cannot be read as numbers and became missing"
     for line in (lines[0], *lines[2:]):
         assert "2,000 of 2,000 values are unknown to the model; of the validation rows, 0.0% were" in line
 

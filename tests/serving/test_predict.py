@@ -126,7 +126,7 @@ def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
 def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor: Predictor) -> None:
     known = {"age": ["30", None, None], "city": ["a", "a", None], "user_id": ["u1", "u1", "u1"]}
     odd = {"age": ["30", "?", "old"], "city": ["a", "a", " "], "user_id": ["u1", "u1", "u1"]}
-    with pytest.warns(UserWarning, match="Column 'age': 1 value of 2 are no numbers"):
+    with pytest.warns(UserWarning, match="Column 'age': 1 of 2 values cannot be read as numbers"):
         found = predictor.predict(odd)
     assert predictor.predict(known).tolist() == found.tolist()
     new = predictor.predict({"age": [30.0, 30.0], "city": ["zz", "yy"], "user_id": ["new", "u-1"]})
@@ -164,8 +164,8 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, P
     rejected = json.loads((tmp_path / "out.parquet.rejected.jsonl").read_text())
     assert (rejected["line"], rejected["reason"]) == (3, "Expected Number of Columns: 4 Found: 2")
     assert "1 row cannot be read and is left out" in said
-    assert "Column 'age': 1 value of 3 are no numbers and count as missing" in said
-    assert "no numbers" not in command(*predict, "--data.max-rejected", "0.5", "--data.missing", "old,worn")
+    assert "Column 'age': 1 of 3 values cannot be read as numbers and became missing" in said
+    assert "as numbers" not in command(*predict, "--data.max-rejected", "0.5", "--data.missing", "old,worn")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, P
         ({"model": "models:/clicks@nobody"}, ["cannot be fetched", "models:/clicks@nobody"]),
         ({"out": "x.txt"}, ["--out", ".parquet or .csv"]),
         ({"out": "none/x.csv"}, ["--out", "folder that exists"]),
-        ({"text": "age,city\n30,a\n"}, ["no column 'user_id'", "age, city"]),
+        ({"text": "age,city\n30,a\n"}, ["column 'user_id'", "is missing", "age, city"]),
         ({"text": ""}, ["is empty"]),
         ({"flags": ["--top", "3"]}, ["--top 3", "recommend", "scores rows"]),
         ({"flags": ["--data.header", "perhaps"]}, ["--data.header 'perhaps': ", "'yes' or 'no'"]),

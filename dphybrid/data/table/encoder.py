@@ -52,7 +52,7 @@ class Unknown:
                 continue
             if not column.has_ids:
                 noun = "dates or times" if column.role == "time" else "numbers"
-                what = f"{counted(unknown, 'value')} of {cells:,} are no {noun} and count as missing"
+                what = f"{unknown:,} of {counted(cells, 'value')} cannot be read as {noun} and became missing"
                 found.append(f"Column {column.name!r}: {what}")
             elif cells >= _LEAST_CELLS and unknown / cells >= min(_SAID, max(0.01, _TIMES * column.unseen)):
                 what = f"{unknown:,} of {counted(cells, 'value')} are unknown to the model"
