@@ -1,7 +1,6 @@
 """Predictions for new files of any form are the evaluation's; unknown values, odd rows, wrong calls."""
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
