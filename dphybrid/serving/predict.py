@@ -119,12 +119,15 @@ class Predictor:
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
         `data.missing` and None mean "no value"; so do values of numeric columns that are not numbers, with a
         warning. Another warning names columns with many values that training does not know. Raises UserError
-        when a column is missing, or when a file has rows that cannot be read.
+        when a column is missing, also in a single record, or when a file has rows that cannot be read.
         """
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
         frame = as_frame(rows, "the rows")
         self.check_columns(frame.collect_schema().names(), "the rows")
+        if isinstance(rows, Sequence):  # of records: one may lack what others have
+            for number, row in enumerate(rows, start=1):
+                self.check_columns(row, f"row {number}, in which None means no value")
         # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.
         wanted = frame.select(by_name(*self.encoder.names))
         pieces: Iterable[pl.DataFrame] = [wanted] if isinstance(wanted, pl.DataFrame) else []

@@ -296,3 +296,10 @@ def test_printed_predictions_pass_through_a_private_folder_that_is_removed(
     print_predictions(SimpleNamespace(predict_file=predict_file), "")
     assert capsys.readouterr().out == "probability\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_lacks_a_column_is_refused_beside_whole_ones(predictor: Predictor) -> None:
+    rows = [{"age": 3, "city": "a", "user_id": None}, {"age": 3, "city": "a"}]
+    assert len(predictor.predict(rows[:1])) == 1
+    with refused("row 2, in which None means no value: has no column 'user_id'"):
+        predictor.predict(rows)

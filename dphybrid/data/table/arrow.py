@@ -19,7 +19,11 @@ def dictionaries_of(file: Path, kind: str) -> list[str]:
             page = base64.b64decode(pl.read_parquet_metadata(file)["ARROW:schema"])
             page = page.removeprefix(b"\xff\xff\xff\xff")[4:]
         else:  # the footer, which does
-            page = _footer(file)
+            with file.open("rb") as stream:
+                stream.seek(-10, SEEK_END)
+                size = int.from_bytes(stream.read(4), "little")
+                stream.seek(-10 - size, SEEK_END)
+                page = stream.read(size)
         schema = _place(page, _number("<I", page, 0), 2 if kind == "parquet" else 1)
         found, fields = list[str](), _place(page, schema, _FIELDS)
         for start in range(fields + 4, fields + 4 + 4 * _number("<I", page, fields), 4):
@@ -30,14 +34,6 @@ def dictionaries_of(file: Path, kind: str) -> list[str]:
         return found
     except (LookupError, ValueError, struct.error):  # no schema, or one of another form
         return []
-
-
-def _footer(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        stream.seek(-10, SEEK_END)
-        size = int.from_bytes(stream.read(4), "little")
-        stream.seek(-10 - size, SEEK_END)
-        return stream.read(size)
 
 
 def _number(form: str, page: bytes, place: int) -> int:

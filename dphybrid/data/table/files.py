@@ -104,8 +104,7 @@ class Rows:
         try:
             yield
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-            first = self.parts[0].file
-            where = f"{first}" if len(self.parts) == 1 else f"{first} or another file"
+            where = f"{self.parts[0].file}{' or another file' * (len(self.parts) > 1)}"
             raise UserError(f"data.path={where}: cannot be read: {error}; write it again") from error
 
     def lines(self) -> tuple[pl.Series, pl.Series]:
