@@ -230,5 +230,5 @@ def checked(tracking_uri: str | None, store: Path) -> tuple[bool, str]:
     answer = ask(page, f"{user}:{password}" if user else None, None if user else token)
     wrong = without_secrets_of(tracking_uri, answer.wrong)
     server = f"MLflow server {shown_address(tracking_uri)}"
-    remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD, _TOKEN or _SERVER_CERT_PATH, or start it"
+    remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD or _TOKEN, set SSL_CERT_FILE, or start it"
     return not wrong, f"{server}: {wrong}; remedy: {remedy}" if wrong else f"{server}: answers"
