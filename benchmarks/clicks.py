@@ -5,7 +5,6 @@ Categories follow Zipf's law. The log-odds of a click are known, the sum over th
 value, so the best AUC that a model can reach is the AUC of these log-odds.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +24,9 @@ _BLOCK = 100_000
 """Rows that are drawn and written at once."""
 
 
-@dataclass(frozen=True)
-class PlantedClicks:
-    """A generated file. best_auc: AUC of the true log-odds, over all rows."""
-
-    file: Path
-    num_rows: int
-    best_auc: float
-    click_rate: float
-
-
-def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = True) -> PlantedClicks:
-    """Write a CSV file of clicks, block by block. The same seed gives the same bytes."""
+def write_clicks(file: Path, num_rows: int, seed: int = 0) -> float:
+    """Write a CSV file of clicks, block by block; return the AUC of the true log-odds. The same seed gives
+    the same bytes."""
     random = np.random.default_rng([seed, 0])
     columns = [_Categories(random, VOCABULARIES[i % len(VOCABULARIES)]) for i in range(NUM_CATEGORIES)]
     slopes = random.normal(0, 0.25, NUM_INTEGERS)
@@ -65,12 +55,11 @@ def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = Tru
                 logit_B += weight_B
             label_B = (random.random(rows) < 1 / (1 + np.exp(-logit_B))).astype(np.int64)
             pl.DataFrame({"label": label_B, **series}).select(names).write_csv(
-                stream, include_header=header and number == 0
+                stream, include_header=number == 0
             )
             labels.append(label_B)
             odds.append(logit_B)
-    label_B, logit_B = np.concatenate(labels), np.concatenate(odds)
-    return PlantedClicks(file, num_rows, area_under_roc(label_B, logit_B), float(label_B.mean()))
+    return area_under_roc(np.concatenate(labels), np.concatenate(odds))
 
 
 class _Categories:

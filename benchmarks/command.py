@@ -9,27 +9,14 @@ from typing import Any
 from dphybrid.util.files import write_json
 
 
-# Not imported from dphybrid.cli.parser: that needs pydantic, which `benchmarks.gpu` must run without.
-def at_least_one(text: str) -> int:
-    """Return the text as an integer. Raises ArgumentTypeError unless it is one of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give an integer, 1 or more")
-    return int(text)
-
-
 def flags(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return a parser with `--repeats` and `--out`.
 
     description: the docstring of a benchmark; the help shows its first paragraph.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
-    parser.add_argument(
-        "--repeats",
-        type=at_least_one,
-        default=repeats,
-        metavar="N",
-        help=f"measurements per median (default: {repeats})",
-    )
+    told = f"measurements per median (default: {repeats})"
+    parser.add_argument("--repeats", type=int, default=repeats, metavar="N", help=told)
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to FILE as JSON")
     return parser
 

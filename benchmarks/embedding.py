@@ -15,8 +15,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import at_least_one, flags, show
-from benchmarks.racing import Step, Timing, copy_gib_per_s, cycle, plain, race, table_text, zipf_ids
+from benchmarks.command import flags, show
+from benchmarks.racing import Step, Timing, cycle, plain, race, table_text, zipf_ids
 from dphybrid.embedding.optim import row_optimizer
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.memory import keep_freed_memory
@@ -24,10 +24,9 @@ from dphybrid.util.row_rules import RULES
 
 LEGEND = """\
 Milliseconds per step: lookup, backward and update of the rows, with cold caches. Medians of interleaved
-rounds; in brackets the 10th and 90th percentile, the CPU time of all threads, and page faults. "dphybrid" is
-a table in host memory; "sparse=True" and "dense" are torch.nn.Embedding with the named optimizer of
-torch.optim. A / B is the time of A over the time of B: above 1, B is faster. The floor is the time of copying
-the same number of bytes.
+rounds; in brackets the 10th and 90th percentile, and the CPU time of all threads. "dphybrid" is a table in
+host memory; "sparse=True" and "dense" are torch.nn.Embedding with the named optimizer of torch.optim. A / B
+is the time of A over the time of B: above 1, B is faster.
 """
 NUM_TABLES = 26
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -116,18 +115,6 @@ def _fbgemm(rows_of_tables: Sequence[int], dim: int, batches: list[Tensor], grad
     return {"fbgemm row-wise adagrad": _step(lambda ids: tables(ids, offsets), batches, grads)}
 
 
-def by_size(dim: int, num_ids: int, rounds: int, sizes: tuple[int, ...]) -> dict[str, Timing]:
-    """Time a row-wise Adagrad step for each table size; each updates the same number of unique rows."""
-    contestants: dict[str, Step] = {}
-    for num_rows in sizes:
-        draw = torch.Generator().manual_seed(num_rows)
-        batches = [torch.randperm(num_rows, generator=draw)[:num_ids] for _ in range(4)]
-        contestants[f"{num_rows:,} rows"] = _ours(
-            "adagrad", num_rows, dim, batches, torch.randn(num_ids, dim)
-        )
-    return race(contestants, rounds, warm_up=8)
-
-
 def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
     """Return the slowdown of the other libraries' steps relative to ours with the same rule."""
     pairs = {"fbgemm row-wise adagrad": "adagrad", "an EmbeddingBag(sparse) each + Adagrad": "adagrad"}
@@ -173,29 +160,18 @@ def run(
 
 def _with_threads(rounds: int, scale: float, log: Callable[[str], object]) -> dict[str, Any]:
     rows, ids = int(1_000_000 * scale), int(53_248 * scale)
-    bandwidth = copy_gib_per_s()
-    results: dict[str, Any] = {"copy GiB/s": bandwidth}
+    results: dict[str, Any] = {}
     # max: tests call this with a tiny scale, and a table needs rows.
     for num_rows, dim, num_ids in ((rows, 64, ids), (max(2, rows // 5), 256, max(1, ids // 3))):
-        num_unique = len(zipf_ids(num_rows, (num_ids,)).unique())
-        # Bytes that a step must move: unique rows read by the lookup and the update and written once, their
-        # summed gradients written, one expanded row per id written and its gradient read.
-        floor_ms = 4 * dim * (3 * num_unique + 2 * num_ids + num_unique) / 2**30 / bandwidth * 1e3
         shape = f"{num_rows:,} x {dim}, {num_ids:,} Zipf(1.05) ids"
         log(shape)
         timings = one_table(num_rows, dim, num_ids, rounds)
-        floor = {
-            "floor ms": floor_ms,
-            "dphybrid adagrad / floor": timings["dphybrid adagrad"].ms / floor_ms,
-        }
-        results[shape] = {**timings, "ratios": {**ratios(timings), **floor}}
+        results[shape] = {**timings, "ratios": ratios(timings)}
     for batch_size in (128, 2048):
         log(f"{NUM_TABLES} tables, batch {batch_size}")
         timings = many_tables(batch_size, rounds, int(100_000 * scale))
         results[f"{NUM_TABLES} tables, batch {batch_size}"] = {**timings, "ratios": ratios(timings)}
-    log("tables of several sizes")
-    sizes = (int(100_000 * scale), int(10_000_000 * scale))
-    return results | {"by table size": by_size(16, int(20_000 * scale), rounds, sizes)}
+    return results
 
 
 def text(results: Mapping[str, Any]) -> str:
@@ -205,18 +181,11 @@ def text(results: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = flags(__doc__, repeats=15)
-    parser.add_argument(
-        "--threads",
-        type=at_least_one,
-        nargs="+",
-        default=[1, 2],
-        metavar="N",
-        help="numbers of threads to measure with (default: 1 2)",
-    )
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (default: 1)")
+    told = "numbers of threads to measure with (default: 1 2)"
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help=told)
     options = parser.parse_args()
     log = partial(print, file=sys.stderr, flush=True)
-    results = run(tuple(options.threads), options.repeats, options.scale, log)
+    results = run(tuple(options.threads), options.repeats, log=log)
     show(plain(results), lambda _: text(results), options.out)
 
 

@@ -1,6 +1,6 @@
 """All tests and measurements that need a GPU, by one command into one file: the tests of tests/gpu, one of
-them under torch's CUDA sanitizer, steps of several shapes, on virtual devices and with other numbers of
-threads, the time of a step's kernels, and what a language model's memory adds to its step.
+them under torch's CUDA sanitizer, steps of several shapes and on virtual devices, the time of a step's
+kernels, and what a language model's memory adds to its step.
 
     python -m benchmarks.gpu --out results.json [--only tests,steps]
 
@@ -94,15 +94,6 @@ def _virtual(rounds: int) -> dict[str, Any]:
     return measured(_shapes()["dlrm, batch 2048"], SEVERAL, rounds)
 
 
-def _threads(rounds: int) -> dict[str, Any]:
-    before, found = torch.get_num_threads(), {}
-    for count in (1, 4, 8, 16) if CUDA else (1, 2):
-        torch.set_num_threads(count)
-        found[str(count)] = measured(_shapes()["dlrm, batch 8192"], ONE, rounds)
-    torch.set_num_threads(before)
-    return found
-
-
 def _kernels(rounds: int) -> dict[str, Any]:  # noqa: ARG001
     """Return the 20 longest operations of steps 20 to 24, by their own time in ms per step."""
     shape = _shapes()["dlrm, batch 2048"]
@@ -144,7 +135,6 @@ STAGES: dict[str, Callable[[int], dict[str, Any]]] = {
     "sanitizer": _sanitizer,
     "steps": _steps,
     "virtual": _virtual,
-    "threads": _threads,
     "kernels": _kernels,
     "memory": _memory,
 }

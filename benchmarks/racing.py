@@ -2,7 +2,6 @@
 as text or JSON."""
 
 import math
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,26 +15,22 @@ from torch import Tensor
 Step = Callable[[], object]
 T = TypeVar("T")
 _STEPS_A_TURN = 4
-Taken = tuple[float, float, int]
-"""(wall-clock seconds, CPU seconds, page faults)"""
+Taken = tuple[float, float]
+"""(wall-clock seconds, CPU seconds)"""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A contestant's figures over all rounds. ms: median. low_ms, high_ms: 10th and 90th percentile. cpu_ms,
-    faults: medians of the process's CPU time and page faults."""
+    """A contestant's figures over all rounds. ms: median. low_ms, high_ms: 10th and 90th percentile. cpu_ms:
+    median of the process's CPU time."""
 
     ms: float
     low_ms: float
     high_ms: float
     cpu_ms: float
-    faults: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f}; "
-            f"{self.faults} faults)"
-        )
+        return f"{self.ms:10.3f}  ({self.low_ms:.3f} to {self.high_ms:.3f}; CPU {self.cpu_ms:.3f})"
 
 
 def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed: int = 0) -> Tensor:
@@ -52,21 +47,20 @@ def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed
     return ranks * stride % num_rows
 
 
-def taken(since: Taken = (0.0, 0.0, 0)) -> Taken:
+def taken(since: Taken = (0.0, 0.0)) -> Taken:
     """Return what the process has used since `since`, the result of an earlier call."""
-    wall, cpu, faults = since
-    now = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    return time.perf_counter() - wall, time.process_time() - cpu, now - faults
+    wall, cpu = since
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def timing(turns: Sequence[Taken], steps: int = 1) -> Timing:
     """Return the figures of one contestant per step. steps: number of steps in a turn."""
-    walls, cpus, faults = (sorted(column) for column in zip(*turns, strict=True))
+    walls, cpus = (sorted(column) for column in zip(*turns, strict=True))
     low, high = walls[len(turns) // 10], walls[-1 - len(turns) // 10]
     ms, low_ms, high_ms, cpu_ms = (
         1e3 * seconds / steps for seconds in (statistics.median(walls), low, high, statistics.median(cpus))
     )
-    return Timing(ms, low_ms, high_ms, cpu_ms, int(statistics.median(faults) / steps))
+    return Timing(ms, low_ms, high_ms, cpu_ms)
 
 
 def race(
@@ -107,14 +101,6 @@ def race_loops(
             held.callback(loop.close)  # type: ignore[attr-defined]
         timings = race({name: turn(loop) for name, loop in loops.items()}, rounds, warm_up=1)
     return {name: timing.ms / _STEPS_A_TURN for name, timing in timings.items()}
-
-
-def copy_gib_per_s() -> float:
-    """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's
-    current number of threads."""
-    # 128 MiB read and 128 MiB written are a quarter of a GiB.
-    source, target = torch.ones(2**25), torch.empty(2**25)
-    return 0.25 / (race({"copy": lambda: target.copy_(source)}, 5)["copy"].ms / 1e3)
 
 
 def cycle(batches: list[T]) -> Iterator[T]:

@@ -187,8 +187,8 @@ def _ways(
                     counters.update(pipeline.counters())
                 yield
 
-    def theirs(place: torch.device, *, sparse: bool) -> Iterator[None]:
-        embedding = nn.Embedding(shape.num_rows, shape.dim, sparse=sparse, device=place)
+    def theirs(place: torch.device) -> Iterator[None]:
+        embedding = nn.Embedding(shape.num_rows, shape.dim, sparse=True, device=place)
         region = shape.region().to(where.home)
         dense = torch.optim.SGD(region.parameters(), lr=0.01)
         rows = torch.optim.Adagrad(embedding.parameters(), lr=0.01)
@@ -201,11 +201,8 @@ def _ways(
             yield
 
     loops = {"off": ours("off"), "exact": ours("exact")}
-    loops["torch, sparse, on the host"] = theirs(torch.device("cpu"), sparse=True)
+    loops["torch, sparse, on the host"] = theirs(torch.device("cpu"))
     table_bytes = shape.num_rows * shape.dim * 4
     if where.home.type == "cuda" and table_bytes <= ON_DEVICE_BYTES:
-        loops["torch, sparse, on the device"] = theirs(where.home, sparse=True)
-    # A dense gradient and Adagrad's state are each as large as the table.
-    if table_bytes <= 2**30:
-        loops["torch, dense, on the device"] = theirs(where.home, sparse=False)
+        loops["torch, sparse, on the device"] = theirs(where.home)
     return race_loops(loops, rounds, partial(_wait, where))

@@ -11,7 +11,6 @@ affects all of them. Set OMP_NUM_THREADS=1 to compare single threads. --against 
 at another commit, in a worktree and an environment of its own: a figure of another day or machine is no peer.
 """
 
-import json
 import os
 import shutil
 import statistics
@@ -31,7 +30,7 @@ import numpy as np
 import polars as pl
 
 from benchmarks.clicks import NUM_CATEGORIES, NUM_INTEGERS, write_clicks
-from benchmarks.command import at_least_one, flags, processor, show
+from benchmarks.command import flags, processor, show
 from dphybrid.util.roc import area_under_roc
 
 NUMBERS = [f"I{i + 1}" for i in range(NUM_INTEGERS)]
@@ -43,7 +42,7 @@ WAYS = [OURS, OURS + ALONE, COMMANDS, COMMANDS + ALONE, PLAIN, TREES]
 _EPOCHS = 1
 """Passes of the plain script: after a second one its AUC is lower."""
 _OURS = """import dphybrid
-run = dphybrid.train({train!r}, label="label", devices="cpu", **{values!r})
+run = dphybrid.train({train!r}, label="label", devices="cpu")
 run.predictor.predict_file({test!r}, {out!r})"""
 """The job in three lines of dphybrid."""
 
@@ -62,18 +61,16 @@ HERE = Checkout(Path(__file__).parents[1], sys.executable)
 def main() -> None:
     """Measure from the command line; print a table."""
     parser = flags(__doc__, repeats=5)
-    parser.add_argument("--rows", type=at_least_one, default=200_000, metavar="N", help="rows to train on")
-    parser.add_argument("--tests", type=at_least_one, default=100_000, metavar="N", help="rows to predict")
+    parser.add_argument("--rows", type=int, default=200_000, metavar="N", help="rows to train on")
+    parser.add_argument("--tests", type=int, default=100_000, metavar="N", help="rows to predict")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, help="measure these ways")
-    values = "values of dphybrid's training, by their full names"
-    parser.add_argument("--train", type=json.loads, default={}, metavar="JSON", help=values)
     parser.add_argument("--against", metavar="COMMIT", help="measure this commit, too, in turns")
     options = parser.parse_args()
     ways = [way for way in options.only if way != TREES or find_spec("lightgbm")]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dphybrid-bench-")))
         other = stack.enter_context(checkout(options.against, folder)) if options.against else None
-        found = run(folder, options.rows, options.tests, options.repeats, ways, options.train, other)
+        found = run(folder, options.rows, options.tests, options.repeats, ways, other)
     show(found, text, options.out)
 
 
@@ -106,20 +103,18 @@ def run(
     tests: int,
     rounds: int,
     ways: list[str],
-    train: dict[str, str] | None = None,
     other: tuple[str, Checkout] | None = None,
 ) -> dict[str, Any]:
     """Write the clicks into `folder` and let the ways take turns; return medians by way and part.
 
-    train: values of the training, by their full names, such as train.epochs.
     other: another commit's name and checkout; dphybrid's ways are measured there, too.
     """
     # Imported here, not by the processes that are measured.
     from dphybrid.tracking.opening import make_database
     from dphybrid.tracking.tracker import embedded_uri
 
-    planted = write_clicks(folder / "all.csv", rows + tests, seed=1)
-    frame = pl.scan_csv(planted.file, infer_schema=False)
+    best_auc = write_clicks(folder / "all.csv", rows + tests, seed=1)
+    frame = pl.scan_csv(folder / "all.csv", infer_schema=False)
     frame.slice(0, rows).sink_csv(folder / "train.csv")
     frame.slice(rows, tests).sink_csv(folder / "test.csv")
     labels_B = frame.slice(rows, tests).select(pl.col("label").cast(pl.Int8)).collect().to_series().to_numpy()
@@ -138,7 +133,7 @@ def run(
             if way in recorded:
                 shutil.copytree(store, place / "data" / "mlflow")
             measure = partial(_commands if way.startswith(COMMANDS) else _script, way, code)
-            parts = measure(folder, place, train or {})
+            parts = measure(folder, place)
             column = pl.read_parquet(place / "out.parquet")[:, -1]
             parts["auc"] = area_under_roc(labels_B, column.to_numpy().astype(float))
             measured[name].append(parts)
@@ -151,7 +146,7 @@ def run(
         "rounds": rounds,
         "processor": processor(),
         "load": os.getloadavg()[0],
-        "best_auc": planted.best_auc,
+        "best_auc": best_auc,
         "ways": {name: _medians(in_rounds) for name, in_rounds in measured.items()},
         "ratios": {
             f"{mine} / {peer}": [ours / its for ours, its in zip(cpu_s[mine], cpu_s[peer], strict=True)]
@@ -168,27 +163,25 @@ def _env(way: str, code: Checkout, place: Path) -> dict[str, str]:
     return own | {"PYTHONPATH": str(code.folder), "DPHYBRID_DATA_DIR": str(place / "data")}
 
 
-def _commands(way: str, code: Checkout, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+def _commands(way: str, code: Checkout, folder: Path, place: Path) -> dict[str, Any]:
     data = ["--data.path", str(folder / "train.csv"), "--data.label", "label"]
     env = _env(way, code, place)
-    given = [word for name, value in train.items() for word in (f"--{name}", value)]
     command = [code.python, "-m", "dphybrid"]
     rows = ["--data.path", str(folder / "test.csv"), "--out", str(place / "out.parquet")]
     parts = {"prepare": _measured([*command, "prepare", "--recipe", "ctr", *data], env)}
-    job = ["train", "--recipe", "ctr", *data, "--devices", "cpu", "--run-name", "job", *given]
+    job = ["train", "--recipe", "ctr", *data, "--devices", "cpu", "--run-name", "job"]
     parts["train"] = _measured([*command, *job], env)
     parts["predict"] = _measured([*command, "predict", "job", *rows], env)
     return parts
 
 
-def _script(way: str, code: Checkout, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+def _script(way: str, code: Checkout, folder: Path, place: Path) -> dict[str, Any]:
     if way in _PEERS:
         job = _PEERS[way].__name__
         program = f"from benchmarks.whole_job import {job}; {job}({str(folder)!r}, {str(place)!r})"
     else:
-        values = {name.replace(".", "__"): value for name, value in train.items()}
         files = {"train": f"{folder}/train.csv", "test": f"{folder}/test.csv", "out": f"{place}/out.parquet"}
-        program = _OURS.format(**files, values=values)
+        program = _OURS.format(**files)
     return {"all": _measured([code.python, "-c", program], _env(way, code, place))}
 
 

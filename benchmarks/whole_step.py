@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.clicks import write_clicks
-from benchmarks.command import at_least_one, flags, processor, show
+from benchmarks.command import flags, processor, show
 from benchmarks.racing import Taken, plain, table_text, taken, timing
 from benchmarks.ways import CLICKS, TEXTS, Batch, Make, own
 from dphybrid.config.settings import Settings, load_settings
@@ -39,9 +39,9 @@ from dphybrid.util.stop import StopRequest
 
 LEGEND = """\
 Milliseconds per training step, including batches and their random draws. Medians of interleaved rounds; in
-brackets the 10th and 90th percentile, the CPU time of all threads, and page faults. Ratios are of CPU time,
-medians over the rounds. The first two ways clip the gradients of blocks and rows by one norm; the others clip
-those of the blocks only, because torch's sparse gradients allow no more.
+brackets the 10th and 90th percentile, and the CPU time of all threads. Ratios are of CPU time, medians over
+the rounds. The first two ways clip the gradients of blocks and rows by one norm; the others clip those of the
+blocks only, because torch's sparse gradients allow no more.
 """
 CHECKED_STEPS, WARM_UP = 3, 2
 """Steps whose losses are compared, and turns before those that are measured."""
@@ -185,7 +185,7 @@ def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
     turns = _trained(experiment, loops, steps, WARM_UP + rounds)
     found = {name: taken[WARM_UP:] for name, taken in turns.found.items()}
     timings = {name: timing(taken, steps) for name, taken in found.items()}
-    mine = [cpu_s for _, cpu_s, _ in found.pop(OWN)]
+    mine = [cpu_s for _, cpu_s in found.pop(OWN)]
     ratios = {
         f"{name} / {OWN}": statistics.median(one[1] / cpu_s for one, cpu_s in zip(taken, mine, strict=True))
         for name, taken in found.items()
@@ -242,7 +242,7 @@ def text(results: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = flags(__doc__, repeats=9)
-    parser.add_argument("--threads", type=at_least_one, default=1, metavar="N", help="threads (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads (default: 1)")
     options = parser.parse_args()
     results = run(options.threads, options.repeats, log=partial(print, file=sys.stderr, flush=True))
     show(plain(results), lambda _: text(results), options.out)

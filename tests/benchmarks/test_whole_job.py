@@ -9,9 +9,7 @@ from benchmarks.whole_job import ALONE, OURS, PLAIN, run, text
 
 @pytest.mark.nightly
 def test_both_scripts_predict_the_same_rows_and_the_table_compares_them(tmp_path: Path) -> None:
-    found = run(
-        tmp_path, 3000, 1000, 1, [OURS + ALONE, PLAIN], {"train.epochs": "1", "train.batch_size": "64"}
-    )
+    found = run(tmp_path, 3000, 1000, 1, [OURS + ALONE, PLAIN])
     assert list(found["ways"]) == [OURS + ALONE, PLAIN]
     for way in found["ways"].values():
         assert way["cpu_s"] > 0

@@ -18,7 +18,7 @@ def test_all_ways_are_measured_and_named() -> None:
     assert {*ways.CLICKS} < clicks.keys()
     assert {RECIPE, OWN, *ways.TEXTS} < results["text, batch 16"].keys()
     assert all(results[name] for name in ("processor", "cores", "torch"))
-    assert "faults)" in text(results)
+    assert text(results).startswith("Milliseconds per training step")
     json.dumps(plain(results))
 
 
