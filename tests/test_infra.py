@@ -1,18 +1,15 @@
 """The team's files as they are rendered: who reads which secret, what services may do."""
 
-import base64
-import json
 import os
 import re
 import signal
 import stat
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.conftest import REPOSITORY
 from tests.postgres import free_port
@@ -227,40 +224,28 @@ def test_users_see_their_own_and_the_team_reads_all(tmp_path: Path) -> None:
         command = [str(INFRA / "run"), "mlflow-user", *names]
         return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | own)
 
-    def asked(user: str, password: str, path: str, page: dict[str, str] | None = None) -> tuple[int, str]:
-        token = base64.b64encode(f"{user}:{password}".encode()).decode()
-        wanted = urllib.request.Request(
-            f"http://{address}:{port}/api/2.0/mlflow/{path}",
-            json.dumps(page).encode() if page else None,
-            {"Authorization": f"Basic {token}", "Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(wanted, timeout=30) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, ""
+    def asked(user: str, password: str, path: str, **page: str) -> requests.Response:
+        url = f"http://{address}:{port}/api/2.0/mlflow/{path}"
+        return requests.request("POST" if page else "GET", url, json=page, auth=(user, password), timeout=30)
 
     try:
         made = wait_until(lambda: (done := users()).returncode == 0 and done, "MLflow answers", 150)
         assert "MLflow user workstation: created" in made.stdout
         workstation = ("workstation", values["workstation.env:MLFLOW_TRACKING_PASSWORD"])
-        status, page = asked(*workstation, "experiments/create", {"name": "clicks"})
-        assert status == 200
-        wanted = f"experiments/get?experiment_id={json.loads(page)['experiment_id']}"
+        page = asked(*workstation, "experiments/create", name="clicks").json()
+        wanted = f"experiments/get?experiment_id={page['experiment_id']}"
         people = {}
         for name in ("ana", "ben"):
             done = users(name)
             assert done.returncode == 0, done.stderr
             people[name] = re.findall(r"password (\S+)$", done.stdout.strip())[0]
-            assert asked(name, people[name], wanted)[0] == 200
-            assert asked(name, people[name], "experiments/create", {"name": f"of-{name}"})[0] == 200
-        assert asked("ana", people["ben"], wanted)[0] == 401
+            assert asked(name, people[name], wanted).ok
+            assert asked(name, people[name], "experiments/create", name=f"of-{name}").ok
+        assert asked("ana", people["ben"], wanted).status_code == 401
         admin = ("admin", values["mlflow.env:MLFLOW_AUTH_ADMIN_PASSWORD"])
-        guest = {"username": "guest", "password": "a-long-password"}
-        assert asked(*admin, "users/create", guest)[0] == 200
-        assert asked(*guest.values(), wanted)[0] == 403
-        again = users("ana")
-        assert "exists, its password is set" in again.stdout, again.stderr
+        assert asked(*admin, "users/create", username="guest", password="a-long-password").ok
+        assert asked("guest", "a-long-password", wanted).status_code == 403
+        assert "exists, its password is set" in users("ana").stdout
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()

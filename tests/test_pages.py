@@ -18,7 +18,7 @@ CLICKS = ["recipe=ctr", "data.path=clicks.csv", "data.label=clicked", "devices=c
 CLICKS += ["train.batch_size=32", "train.epochs=20", "table.lr=0.02"]
 TRAININGS = {
     "model.md": ([*CLICKS, "model.factory=page_model:Bilinear"], "auc", 0.95),
-    "UCI Adult": (["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=4"], "auc", 0.915),
+    "UCI Adult": (["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=1"], "auc", 0.9),
 }
 """What is trained -> its values, the metric that it reaches, and the least of it."""
 

@@ -4,8 +4,6 @@ takes longer than to list a hundred runs."""
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 
 @dataclass(frozen=True)
 class SavingCost:

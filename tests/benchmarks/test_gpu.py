@@ -15,7 +15,7 @@ LACKING = '("prefect", "mlflow", "polars", "pydantic", "pydantic_settings", "ric
 
 
 @pytest.mark.nightly
-def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(tmp_path: Path) -> None:
+def test_a_rehearsal_measures_everything_and_says_so(tmp_path: Path) -> None:
     hide = HIDE.replace(HIDE.partition("HIDDEN = ")[2].partition("\n")[0], LACKING)
     assert LACKING in hide
     (tmp_path / "sitecustomize.py").write_text(hide)

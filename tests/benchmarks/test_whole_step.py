@@ -1,7 +1,6 @@
 """Whole steps: every way trains the same losses, which the benchmark checks before it measures."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -20,20 +19,3 @@ def test_all_ways_are_measured_and_named() -> None:
     assert all(results[name] for name in ("processor", "cores", "torch"))
     assert text(results).startswith("Milliseconds per training step")
     json.dumps(plain(results))
-
-
-def test_a_way_with_other_losses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "nn.Embedding, nn.LSTM, nn.Linear"
-
-    def other(experiment: ways.Experiment) -> ways.Way:
-        way = ways.plain_text(experiment)
-
-        def losses(batch: dict[str, Any]) -> dict[str, Any]:
-            found = way.losses(batch)
-            return {**found, "weight": found["weight"] * 1.01}
-
-        return ways.Way(losses, way.blocks, way.rows)
-
-    monkeypatch.setitem(ways.TEXTS, name, other)
-    with pytest.raises(RuntimeError, match=rf"^{name}: the losses are .* the recipe's loop has"):
-        run(rounds=1, rows=1000, click_batches=(), text_batches=(16,))

@@ -1,15 +1,12 @@
-"""Shared by the tests of several ranks: a table of clicks, runs built but not trained, ranks, machines."""
+"""Shared by the tests of several ranks: a table of clicks, runs built but not trained, ranks."""
 
 import importlib.util
 import io
 import os
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +33,6 @@ BASE = [
     "train.epochs=3",
     "train.batch_size=50",
     "train.patience=0",
-    "checkpoint.full_every=1",
     "train.lr=0.01",
     "table.optimizer=adagrad",
     "table.lr=0.1",
@@ -101,45 +97,3 @@ def tensors_of(folder: str, number: int = -1) -> dict[str, Tensor]:
         for file in sorted(checkpoint.rglob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A stand-in for a machine. within: the words that start a command on it."""
-
-    address: str
-    interface: str
-    within: tuple[str, ...] = ()
-
-    def cable(self, state: str) -> None:
-        """Plug the network cable in (up) or out (down)."""
-        subprocess.run(["ip", "-n", self.interface, "link", "set", self.interface, state], check=True)
-
-
-CAN_JOIN = os.geteuid() == 0 and shutil.which("ip") is not None
-"""Whether this user can make network namespaces: root only, with iproute2."""
-
-
-@contextmanager
-def joined_machines() -> Iterator[list[Machine]]:
-    """Yield two machines: network namespaces with their own host names, joined by a virtual cable."""
-    names = [f"dph{os.getpid()}{side}" for side in "ab"]
-
-    def ip(text: str, check: bool = True) -> None:
-        subprocess.run(["ip", *text.split()], check=check, capture_output=True)
-
-    try:
-        for name in names:
-            ip(f"netns add {name}")
-            ip(f"-n {name} link set lo up")
-        ip(f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}")
-        made = []
-        for number, name in enumerate(names, start=1):
-            ip(f"-n {name} addr add 10.213.7.{number}/24 dev {name}")
-            ip(f"-n {name} link set {name} up")
-            named = ("unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', name)
-            made.append(Machine(f"10.213.7.{number}", name, ("ip", "netns", "exec", name, *named)))
-        yield made
-    finally:
-        for name in names:
-            ip(f"netns del {name}", check=False)

@@ -1,6 +1,7 @@
 """A rank that trains several runs, one after the other: `python -m tests.cluster.several RUN_FOLDER ...`.
 
-Importing TorchRec takes most of a short run's time, so one process imports it for all of them.
+Importing TorchRec takes most of a short run's time, so one process imports it for all of them. Tables are
+read from checkpoints in small slices, which end within ranks.
 """
 
 import os
@@ -17,8 +18,10 @@ from dphybrid.config.settings import load_settings
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.trainer import train_here
+from dphybrid.training import tensor_file
 from dphybrid.util.stop import StopRequest
 
+tensor_file._READ_BYTES = 300
 try:
     torch.set_num_threads(1)
     with joined(60.0, torch.device("cpu"), Path(sys.argv[1])) as ranks:

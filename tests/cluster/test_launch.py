@@ -4,8 +4,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +12,6 @@ import pytest
 from dphybrid.cluster.launch import OUTCOME, Outcome, rank_environment, run_ranks
 from dphybrid.util.alive import process_name
 from dphybrid.util.stop import StopRequest
-from tests.cluster.launching import CAN_JOIN, Machine, joined_machines
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
@@ -40,7 +37,7 @@ def started(folder: Path, number: int, count: int = 2) -> bool:
     return sum("of 2" in log.read_text() for log in logs) == count - 1
 
 
-def test_ranks_meet_in_a_folder_of_their_user_listen_to_their_machine_alone_and_end_when_asked(
+def test_ranks_meet_in_their_users_folder_and_end_when_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop, seen = StopRequest(), set[str]()
@@ -63,6 +60,7 @@ def test_ranks_meet_in_a_folder_of_their_user_listen_to_their_machine_alone_and_
     assert not (tmp_path / "ranks" / "stop").exists()
 
 
+@pytest.mark.nightly
 def test_all_ranks_start_again_when_one_is_killed_and_fail_at_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,14 +120,6 @@ def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
         run_ranks(1, (STANDIN, str(tmp_path)), tmp_path, {}, 0, StopRequest())
 
 
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
-    if not CAN_JOIN:
-        pytest.skip("only root can make network namespaces, with iproute2")
-    with joined_machines() as both:
-        yield both
-
-
 FIRST = """
 import sys
 from pathlib import Path
@@ -143,47 +133,23 @@ OTHER = ["-m", "torch.distributed.run", "--max-restarts", "2", "-m", STANDIN]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("cut_s", "limit_s"), [(3, 60), (30, 10)])
-def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
-    tmp_path: Path, machines: list[Machine], cut_s: float, limit_s: float
-) -> None:
+def test_ranks_that_two_launchers_start_meet_through_a_file(tmp_path: Path) -> None:
     said = [tmp_path / f"said-{number}" for number in range(2)]
     torchrun = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_BACKEND": "c10d", "RDZV_ID": "a-job"}
     torchrun |= {"RDZV_ENDPOINT": str(tmp_path / "meeting"), "RDZV_CONF": "store_type=file"}
-    shared = {**os.environ, "STANDIN_LIMIT_S": str(limit_s)} | {f"PET_{n}": v for n, v in torchrun.items()}
-    agents = [
-        subprocess.Popen(
-            [*machine.within, sys.executable, *program, str(tmp_path)],
-            stdout=file.open("wb"),
-            stderr=subprocess.STDOUT,
-            env={
-                **shared,
-                "GLOO_SOCKET_IFNAME": machine.interface,
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-        )
-        for machine, program, file in zip(machines, (["-c", FIRST], OTHER), said, strict=True)
-    ]
-
-    def told(words: str) -> bool:
-        return all(words in file.read_text() for file in said)
-
-    def ranks_met(times: int) -> bool:
-        return all(file.read_text().count("of 2\n") >= times for file in said)
-
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {f"PET_{name}": value for name, value in torchrun.items()}
+    launchers = []
+    for program, file in zip((["-c", FIRST], OTHER), said, strict=True):
+        command = [sys.executable, *program, str(tmp_path)]
+        with file.open("wb") as stream:
+            launchers.append(subprocess.Popen(command, stdout=stream, stderr=stream, env=environment))
     try:
-        wait_until(lambda: ranks_met(1), "the ranks know each other", 60)
-        machines[0].cable("down")
-        time.sleep(cut_s)
-        machines[0].cable("up")
-        if cut_s > limit_s:
-            wait_until(lambda: told("restarting all ranks"), "both start again", 60)
-            wait_until(lambda: ranks_met(2), "all met", 60)
+        wait_until(lambda: all("of 2\n" in file.read_text() for file in said), "the ranks met", 60)
         (tmp_path / "enough").touch()
-        assert [agent.wait(patience(90)) for agent in agents] == [0, 0]
-        assert told("restarting all ranks") == (cut_s > limit_s)
+        assert [launcher.wait(patience(90)) for launcher in launchers] == [0, 0]
         assert Outcome.read(tmp_path / OUTCOME).state == "trained"
         assert not any("Traceback" in file.read_text() for file in said)
     finally:
-        for agent in agents:
-            agent.kill()
+        for launcher in launchers:
+            launcher.kill()

@@ -141,7 +141,7 @@ def test_two_ranks_are_as_two_virtual_devices_and_their_checkpoints_are_everyone
     assert losses[3] < losses[2]
 
 
-def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
+def test_a_killed_rank_goes_on_with_the_same_bits(
     two: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import mlflow

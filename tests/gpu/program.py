@@ -1,4 +1,4 @@
-"""A training as a user's script: a table of words, a recurrent or attention network as the region, dropout,
+"""A training as a user's script: a table of words, a recurrent and an attention layer as the region, dropout,
 clipping. Prints digests of the final weights and states.
 
     python -m tests.gpu.program --devices cuda:0 --steps 40 [--stop-after 17 --state FILE]
@@ -31,40 +31,33 @@ WORDS, DIM, BATCH, LENGTH = 2000, 32, 30, 12
 class Layers(nn.Module):
     """Two layers with torch's dropout between them, whose generators a saved state can contain."""
 
-    def __init__(self, kind: str, wide: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Sequential(nn.Linear(DIM, wide), nn.ReLU(), nn.Linear(wide, DIM))
-        if kind == "lstm":
-            self.layers = nn.ModuleList([nn.LSTM(DIM, DIM, batch_first=True) for _ in range(2)])
-        else:
-            self.layers = nn.ModuleList(
-                [nn.TransformerEncoderLayer(DIM, 4, 64, 0.2, batch_first=True) for _ in range(2)]
-            )
+        self.recurrent = nn.LSTM(DIM, DIM, batch_first=True)
+        self.attending = nn.TransformerEncoderLayer(DIM, 4, 64, 0.2, batch_first=True)
         self.dropout, self.out = nn.Dropout(0.2), nn.Linear(DIM, 1)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
-        for layer in self.layers:
-            out = layer(self.dropout(rows_BTD))
-            rows_BTD = out[0] if isinstance(out, tuple) else out
-        scores_B: Tensor = self.out(self.wide(rows_BTD).mean(1)).squeeze(1)
+        hidden_BTD, _ = self.recurrent(self.dropout(rows_BTD))
+        scores_B: Tensor = self.out(self.attending(self.dropout(hidden_BTD)).mean(1)).squeeze(1)
         return scores_B
 
 
 class Sentences(nn.Module):
-    def __init__(self, kind: str, devices: str, wide: int) -> None:
+    def __init__(self, devices: str) -> None:
         super().__init__()
         self.words = HostEmbedding(WORDS, DIM, seed=0)
-        self.region = DataParallel(Layers(kind, wide), devices)
+        self.region = DataParallel(Layers(), devices)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         scores_B: Tensor = self.region(self.region.rows(self.words, ids_BT))
         return scores_B
 
 
-def batches(first: int, steps: int, batch: int) -> Iterator[Tensor]:
+def batches(first: int, steps: int) -> Iterator[Tensor]:
     for step in range(first, steps):
         draw = torch.Generator().manual_seed(step)
-        chance_BT = torch.rand(batch - step % 3, LENGTH, generator=draw, dtype=torch.float64)
+        chance_BT = torch.rand(BATCH - step % 3, LENGTH, generator=draw, dtype=torch.float64)
         yield ((WORDS**-0.05 * chance_BT + 1 - chance_BT) ** -20).long().clamp_(1, WORDS) - 1
 
 
@@ -86,17 +79,14 @@ def learned(model: nn.Module, ids_BT: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", required=True)
-    parser.add_argument("--kind", default="lstm", choices=["lstm", "transformer"])
     parser.add_argument("--mode", default="exact", choices=["exact", "off"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--stop-after", type=int)
     parser.add_argument("--state", type=Path)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--wide", type=int, default=DIM)
     options = parser.parse_args()
     before_cuda_starts()
     torch.manual_seed(0)
-    model = Sentences(options.kind, options.devices, options.wide)
+    model = Sentences(options.devices)
     dense = torch.optim.Adam(dense_parameters(model), lr=0.01)
     rows = row_optimizer("adagrad", model, lr=0.05)
     optimizer = CombinedOptimizer(dense, rows)
@@ -113,7 +103,7 @@ def main() -> None:
             torch.cuda.set_rng_state_all(saved["cuda"])
     losses = []
     with RowPipeline(model, mode=options.mode, on_cpu=True) as pipeline:
-        source = batches(first, options.stop_after or options.steps, options.batch)
+        source = batches(first, options.stop_after or options.steps)
         for ids_BT in pipeline.prefetch(source, lambda ids: {"words": ids}):
             optimizer.zero_grad()
             losses.append(learned(model, ids_BT))

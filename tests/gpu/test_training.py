@@ -28,9 +28,8 @@ def bits(*options: str) -> tuple[str, str]:
     return found["table"], found["dense"]
 
 
-@pytest.mark.parametrize("kind", ["lstm", "transformer"])
-def test_a_training_repeats_and_goes_on_in_another_process(kind: str, tmp_path: Path) -> None:
-    where = ("--devices", ONE, "--kind", kind, "--steps", "24")
+def test_a_training_repeats_and_goes_on_in_another_process(tmp_path: Path) -> None:
+    where = ("--devices", ONE, "--steps", "24")
     whole = bits(*where)
     assert bits(*where) == whole
     assert bits(*where, "--mode", "off") == whole
@@ -40,7 +39,7 @@ def test_a_training_repeats_and_goes_on_in_another_process(kind: str, tmp_path: 
 
 
 def test_several_devices_train_alike_with_and_without_prefetching() -> None:
-    where = ("--devices", SEVERAL, "--kind", "lstm", "--steps", "24")
+    where = ("--devices", SEVERAL, "--steps", "24")
     ahead = ends(*where)
     assert ahead["prepared_ratio"] > 0.9
     assert (ahead["table"], ahead["dense"]) == bits(*where, "--mode", "off")

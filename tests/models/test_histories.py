@@ -1,6 +1,5 @@
 """Retrieval from histories against plain PyTorch and naive references, on any devices."""
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import RowPipeline, dense_parameters, row_optimizer
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
@@ -28,8 +26,6 @@ from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
 
 KINDS = ["bag", "transformer"]
-BOTH = [("bag", "full"), ("transformer", "sampled"), ("transformer", "full")]
-"""Networks with what competes with a user's item."""
 
 
 def small(folder: Path, **values: object) -> Prepared:
@@ -56,20 +52,6 @@ def training(data: Prepared, o: RetrievalModelConfig, size: int = 10) -> list[di
 def in_order(data: Prepared) -> dict[int, list[int]]:
     starts, items = data.arrays["history_starts"], data.arrays["history_items"]
     return {user: items[starts[user] : starts[user + 1]].tolist() for user in range(len(starts) - 1)}
-
-
-def test_histories_are_a_users_rows_in_the_order_of_their_times(tmp_path: Path) -> None:
-    data = small(tmp_path)
-    users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
-    rows = pl.read_csv(tmp_path / "rows.csv").with_row_index()
-    known = rows.filter(
-        pl.col("user").is_in(users["name"].to_list()), pl.col("item").is_in(items["name"].to_list())
-    )
-    for number, name in enumerate(users["name"]):
-        own = known.filter(pl.col("user") == name).sort("day", "index")["item"].to_list()
-        assert items["name"].gather(users["history"][number]).to_list() == own  # of both splits
-        trained = in_order(data)[number]
-        assert own[: len(trained)] == items["name"].gather(trained).to_list()  # the latest rows validate
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
@@ -142,7 +124,7 @@ def test_a_next_item_is_the_target_and_no_later_one_is_seen(kind: str, tmp_path:
     torch.testing.assert_close(network(rows_BLD, lengths_B)[:, :3], network(changed, lengths_B)[:, :3])
 
 
-def test_dropped_items_differ_by_epoch_and_are_the_same_for_a_resumed_one(tmp_path: Path) -> None:
+def test_dropped_items_are_a_function_of_the_epoch(tmp_path: Path) -> None:
     data, o = small(tmp_path), options("bag", dropped=0.7)
     rows = find_recipe("retrieval").training_rows(data.dataset("train"), data.info, o)
 
@@ -170,10 +152,9 @@ def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) 
     drawn = batch["weight_C"].double() + log_q_C
     assert int(drawn.exp().round().sum()) == 20 + int((batch["targets_BT"] != IGNORED).sum())
     assert model.items is not None
-    inputs = model.inputs.weight.detach().clone().requires_grad_()
     vectors_CD, bias_C = model.items.weight.detach()[items_C].split([4, 1], dim=1)
     bias_C = bias_C[:, 0]
-    rows_BLD = F.embedding(batch["history_BL"], inputs)
+    rows_BLD = F.embedding(batch["history_BL"], model.inputs.weight.detach())
     vectors = model.region.module(rows_BLD, batch["lengths_B"], batch["targets_BT"])
     logs = F.log_softmax(vectors @ vectors_CD.T + bias_C + batch["weight_C"], -1)
     logs = logs.squeeze(1) if kind == "bag" else logs
@@ -183,44 +164,9 @@ def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) 
         losses.append(
             -(logs[row, own] if kind == "bag" else logs[row, : len(own)].gather(1, own[:, None])).sum()
         )
-    found = model(batch)["loss"]
-    torch.testing.assert_close(found, torch.stack(losses))
-    torch.stack(losses).sum().backward()
-    model.zero_grad()
-    found.sum().backward()
-    wanted = inputs.grad
-    assert wanted is not None
-    wanted[data.info["num_items"]] = 0  # the padding
-    torch.testing.assert_close(model.inputs.weight.grad.to_dense(), wanted, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(model(batch)["loss"], torch.stack(losses))
     catalog = model.eval().catalog()[items_C]
     torch.testing.assert_close(catalog, torch.cat([vectors_CD, bias_C[:, None]], 1).float())
-
-
-@pytest.mark.parametrize(("kind", "softmax"), BOTH)
-def test_prefetching_changes_no_bit(kind: str, softmax: str, tmp_path: Path) -> None:
-    data, o = small(tmp_path), options(kind, softmax=softmax, dropout=0.3)
-    found = []
-    for mode in ("off", "exact"):
-        torch.manual_seed(0)
-        model = model_for(data, o, "cpu*2")
-        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
-        rows = row_optimizer("adamw", model, lr=0.1)
-        with RowPipeline(model, mode=mode, on_cpu=True) as pipeline, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for epoch in range(2):
-                source = find_recipe("retrieval").training_rows(data.dataset("train"), data.info, o)
-                shuffled = batches(source, 10, seed=0, epoch=epoch, shuffle=True)
-                for batch in pipeline.prefetch(shuffled, model.table_ids):
-                    out = model(batch)
-                    (out["loss"].sum() / out["weight"].sum()).backward()
-                    for one in (optimizer, rows):
-                        one.step()
-                        one.zero_grad()
-            # Nothing but the first batch of each loop is looked up on the spot.
-            counted = pipeline.counters()
-            assert mode == "off" or counted["prepared"] > 0.5 * counted["unique"]
-        found.append(model.state_dict())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("split", ["last", "random", "time"])
@@ -244,24 +190,22 @@ def test_each_split_holds_out_what_it_says(split: str, tmp_path: Path) -> None:
 def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
     data = small(tmp_path, exclude_seen=False)
     assert "may be recommended again" in data.describe()
-    assert "0 of repeated pairs" not in small(tmp_path).describe()
-    (batch, *_) = batches(data.dataset("valid"), 5, seed=0, epoch=0, shuffle=False)
-    assert (batch["seen_BS"] == data.info["num_items"]).all()
     assert not data.arrays["seen_items"].size
 
 
-@pytest.mark.parametrize(("kind", "softmax"), BOTH[:2])
-def test_a_broken_run_comes_to_the_same_bits_and_eight_devices_to_the_same_loss(
+@pytest.mark.parametrize(("kind", "softmax"), [("bag", "full"), ("transformer", "sampled")])
+def test_a_broken_run_comes_to_the_same_bits(
     kind: str, softmax: str, unrecorded: None, data_dir: Path
 ) -> None:
-    values = ["recipe=retrieval", f"model.kind={kind}", "model.dim=16", "devices=cpu", "train.epochs=2"]
-    values += ["train.batch_size=250", f"model.softmax={softmax}"]
+    write_rows(Path("rows.csv"))
+    values = ["recipe=retrieval", "data.path=rows.csv", "data.time=day", f"model.kind={kind}", "model.dim=16"]
+    values += ["devices=cpu", "train.epochs=2", "train.batch_size=5", f"model.softmax={softmax}"]
     values += [] if kind == "bag" else ["model.dropout=0"]  # whose masks depend on the number of devices
     whole = run_with(*values, run_name="whole")
-    assert stopped_and_resumed(*values, at=6).metrics == whole.metrics
+    assert stopped_and_resumed(*values, at=8).metrics == whole.metrics
     first, broken = (dphybrid.load_model(name).state_dict() for name in ("whole", "broken"))
     assert all(torch.equal(first[name], broken[name]) for name in first)
-    run_with(*values, "train.epochs=1", "devices=cpu*8", run_name="eight")
+    run_with(*values, "devices=cpu*8", run_name="eight")
     pages = [
         ResultPage.read(data_dir / "runs" / name / "result.json").history[0] for name in ("whole", "eight")
     ]
@@ -288,9 +232,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         )
 
 
-def test_a_new_user_gets_the_list_of_a_known_one_with_the_same_history(
-    trained: TrainedRun, tmp_path: Path
-) -> None:
+def test_equal_histories_give_equal_lists(trained: TrainedRun, tmp_path: Path) -> None:
     users, items = (
         pl.read_parquet(trained.checkpoint / "encoder" / f"{n}.parquet") for n in ("users", "items")
     )
@@ -345,37 +287,31 @@ def test_what_cannot_be_learned_is_refused(unrecorded: None) -> None:
         RetrievalModelConfig(kind="transformer", heads=3)
 
 
-def test_every_kind_learns_the_order_of_a_cycle(unrecorded: None) -> None:
-    """Each user walks through the items in turn: sequences find the next item, which a bag cannot know."""
+def test_a_transformer_learns_the_order_of_a_cycle(unrecorded: None) -> None:
+    """Each user walks through the items in turn."""
     random = np.random.default_rng(0)
     rows = [
         {"user": user, "item": (start + step) % 30, "time": step}
         for user, start in enumerate(random.integers(30, size=120))
         for step in range(12)
     ]
-    found = {}
-    for kind in KINDS:
-        run = dphybrid.train(
-            pl.DataFrame(rows),
-            recipe="retrieval",
-            kind=kind,
-            time="time",
-            split="last",
-            dim=32,
-            epochs=25,
-            average=0.9,
-            exclude_seen=False,
-            cutoffs="1,5",
-            devices="cpu",
-            quiet=True,
-            train__lr=0.01,
-            table__lr=0.01,
-            train__weight_decay=0.0,
-            table__weight_decay=0.0,
-        )
-        found[kind] = run.metrics["recall_at_1"]
-    assert found["transformer"] > 0.9
-    assert found["bag"] < 0.5
+    run = dphybrid.train(
+        pl.DataFrame(rows),
+        recipe="retrieval",
+        kind="transformer",
+        time="time",
+        split="last",
+        dim=32,
+        epochs=15,
+        average=0.9,
+        exclude_seen=False,
+        cutoffs="1,5",
+        devices="cpu",
+        quiet=True,
+        train={"lr": 0.01, "weight_decay": 0.0},
+        table={"lr": 0.01, "weight_decay": 0.0},
+    )
+    assert run.metrics["recall_at_1"] > 0.9
 
 
 @pytest.mark.parametrize(("kind", "by"), [("bag", "loss"), ("transformer", "")])

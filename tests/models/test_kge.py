@@ -134,7 +134,7 @@ def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) ->
     (tmp_path / "ring" / "train.txt").write_text("\n".join(train))
     (tmp_path / "ring" / "valid.txt").write_text("\n".join(before[::6]))
     values = ["recipe=kge", f"data.path={tmp_path / 'ring'}", "data.negatives=60", "train.batch_size=32"]
-    values += ["train.epochs=40", "model.dim=32", "model.penalty=0.01", "devices=cpu"]
+    values += ["train.epochs=25", "model.dim=32", "model.penalty=0.01", "devices=cpu"]
     report = run_with(*values)
     assert report.metrics["mrr"] > 0.9
     assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1

@@ -138,13 +138,6 @@ def test_a_sound_recipe_holds_and_leaves_nothing_behind(name: str, data_dir: Pat
     assert list((data_dir / "runs").iterdir()) == []
 
 
-def test_a_table_predicts_for_its_first_rows(data_dir: Path, tmp_path: Path) -> None:
-    rows = [f"{n},{'ab'[n % 3 // 2]},{int(n % 7 > 2)}" for n in range(300)]
-    (tmp_path / "clicks.csv").write_text("\n".join(["n,shop,clicked", *rows]))
-    data = {"path": str(tmp_path / "clicks.csv"), "label": "clicked"}
-    check_recipe(build_config({"recipe": "ctr", "data": data, "model": {"dim": 4}}))
-
-
 def test_a_recipe_that_reads_whole_arrays_is_checked_on_a_sample(data_dir: Path, tmp_path: Path) -> None:
     rows = [f"u{n % 40},i{n * n % 23}" for n in range(300)]
     (tmp_path / "pairs.csv").write_text("\n".join(["user,item", *rows]))

@@ -1,5 +1,7 @@
 """Vocabularies, predictions and the baseline of a recipe of one's own."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,14 @@ import torch
 from torch import Tensor
 
 import dphybrid
+from dphybrid.config.settings import load_settings
 from dphybrid.recipes import Recipe, Task
-from dphybrid.run.pages import MetricsPage
+from dphybrid.run.pages import MetricsPage, Report
 from dphybrid.training.metrics import floor_metrics, mean_of
 from examples.films import Films
 from tests.commands import command, run_with
+from tests.conftest import own_settings
 from tests.refusing import refused
-
-pytestmark = pytest.mark.usefixtures("unrecorded")
 
 
 class Ratings(Films):
@@ -43,15 +45,6 @@ class Parted(Ratings):
         return (train, *parts, known)
 
 
-class Mute(Ratings):
-    predict = Recipe.predict
-
-
-class Chatty(Ratings):
-    def predict(self, model: Any, rows: Any, vocabularies: Any) -> Any:
-        return [1.0]
-
-
 class Odd(Ratings):
     name = "odd"
 
@@ -62,18 +55,27 @@ class Odd(Ratings):
 PREDICT = ("predict", "one", "--data.path", "new.csv")
 
 
-def trained(recipe: str = "Ratings") -> Any:
+def trained(recipe: str = "Ratings") -> Report:
     return run_with(f"recipe={__name__}:{recipe}", "devices=cpu*2", "train.epochs=2", run_name="one")
 
 
-def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = trained()
-    assert "vocabulary people: 62 rows" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+    """A run `one` of the recipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        own_settings(patch, tmp_path_factory.mktemp("films"), TRACKING_URI="none")
+        yield trained()
+
+
+def test_a_file_is_predicted_with_trainings_words(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     model = dphybrid.load_model("one")
     assert model.users.num_rows == 62
     rows = pl.DataFrame({"user": ["user 3", "a stranger", None], "item": ["item 4"] * 3, "day": [1, 2, 3]})
     found = dphybrid.load("one").predict(rows)
-    (data_dir / "prepared").rename(data_dir / "gone")  # the checkpoint has all that is needed
+    shutil.rmtree(load_settings().prepared_dir)  # the checkpoint has all that is needed
     again = dphybrid.load(report.best_checkpoint, batch_size=2).predict(rows.to_dict(as_series=False))
     assert again.equals(found)
     with refused("recipe .*:Ratings scores rows, with predict.rows."):
@@ -92,40 +94,40 @@ def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest
     assert "evaluates no files" in command("evaluate", *PREDICT[1:], ends=2)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "told"),
-    [
-        ("Mute", {(): "defines predict(model, rows, vocabularies)"}),
-        ("Chatty", {(): "predict returned a list; return a polars DataFrame"}),
-        (
-            "Ratings",
-            {
-                ("--threshold", "0.5"): "only for recipes that read tables",
-                ("--top", "5"): "top: is not an option of recipe films's predictions",
-                ("--keep", "price"): "new.csv has no such column",
-                ("--keep", "rating"): "--keep rating: predictions have a column of that name",
-                ("--data.delimiter", ";"): "the rows have no column 'user'",
-            },
-        ),
-    ],
-)
-def test_what_cannot_be_predicted_is_told(recipe: str, told: dict[tuple[str, ...], str]) -> None:
-    trained(recipe)
-    Path("new.csv").write_text("user,item,rating\nuser 1,item 2,0.5\n")
-    for flags, words in told.items():
-        assert words in " ".join(command(*PREDICT, "--out", "out.csv", *flags, ends=2).split())
+TOLD = {
+    ("--top", "5"): "top: is not an option of recipe films's predictions",
+    ("--keep", "price"): "new.csv has no such column",
+    ("--keep", "rating"): "--keep rating: predictions have a column of that name",
+    ("--data.delimiter", ";"): "the rows have no column 'user'",
+}
+
+
+def test_what_cannot_be_predicted_is_told(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*flags: str) -> str:
+        said = command(*PREDICT, "--out", "out.csv", *flags, ends=2)
         assert not Path("out.csv").exists()
+        return " ".join(said.split())
+
+    monkeypatch.chdir(tmp_path)
+    Path("new.csv").write_text("user,item,rating\nuser 1,item 2,0.5\n")
+    for flags, words in TOLD.items():
+        assert words in told(*flags)
+    monkeypatch.setattr(Ratings, "predict", lambda *_: [1.0])
+    assert "predict returned a list; return a polars DataFrame" in told()
+    monkeypatch.setattr(Ratings, "predict", Recipe.predict)
+    assert "defines predict(model, rows, vocabularies)" in told()
 
 
-def test_a_run_stands_beside_a_constant_prediction(data_dir: Path) -> None:
-    trained()
+def test_a_run_stands_beside_a_constant_prediction(report: Report) -> None:
     recipe = Ratings()
     _, valid, _ = recipe.rows(recipe.data(), 0)
     batch = {name: torch.from_numpy(values) for name, values in valid.items()}
     with torch.no_grad():
         mean = dphybrid.load_model("one")(batch)["predicted"].mean()
     expected = float((batch["rating_B"] - mean).abs().mean())
-    page = MetricsPage.read(data_dir / "runs/one/metrics.json")
+    page = MetricsPage.read(load_settings().runs_dir / "one/metrics.json")
     assert page.floor["mae"] == pytest.approx(expected)
 
 
@@ -142,14 +144,12 @@ def test_a_metric_of_losses_has_no_constant_to_stand_beside() -> None:
         assert floor_metrics(Task(metric, True, compute, ("said",), floor=floor), outputs) == wanted
 
 
-def test_vocabularies_that_are_none_are_told() -> None:
+def test_vocabularies_that_are_none_are_told(unrecorded: None) -> None:
     with refused("recipe odd, test split: sample 0 is an int"):
         trained("Odd")
 
 
-def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
-    data_dir: Path, tmp_path: Path
-) -> None:
+def test_a_third_split_is_the_test_part(unrecorded: None) -> None:
     trained("Parted")
     (run,) = dphybrid.runs()
     recipe = Parted()

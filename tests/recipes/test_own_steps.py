@@ -58,8 +58,8 @@ class Gan(Recipe):
 
     def rows(self, data: Any, seed: int) -> tuple[Any, Any]:
         random = np.random.default_rng(seed)
-        rows = {"kind_B": random.integers(0, 2, 5000), "point_B2": random.normal(2, 0.5, (5000, 2))}
-        return {k: v[:4000] for k, v in rows.items()}, {k: v[4000:] for k, v in rows.items()}
+        rows = {"kind_B": random.integers(0, 2, 1500), "point_B2": random.normal(2, 0.5, (1500, 2))}
+        return {k: v[:1200] for k, v in rows.items()}, {k: v[1200:] for k, v in rows.items()}
 
     def build(self, context: ModelContext[Any]) -> nn.Module:
         return Net(context)

@@ -75,7 +75,6 @@ def _texts(rows: pl.DataFrame) -> pl.DataFrame:
 
 WAYS: dict[str, Callable[[pl.DataFrame], object]] = {
     "polars": lambda rows: rows,
-    "lazy": lambda rows: rows.lazy(),
     "arrow": lambda rows: rows.to_arrow(),
     "columns": lambda rows: rows.to_dict(as_series=False),
     "records": lambda rows: rows.to_dicts(),
@@ -87,31 +86,25 @@ WAYS: dict[str, Callable[[pl.DataFrame], object]] = {
     "text of numbers": lambda rows: rows.with_columns(pl.col("user_id", "amount", "size").cast(pl.String)),
     "7.0": lambda rows: rows.with_columns(pl.col("user_id").cast(pl.Float64).cast(pl.String)),
     "float ids": lambda rows: rows.with_columns(pl.col("user_id").cast(pl.Float64)),
-    "small ids": lambda rows: rows.with_columns(pl.col("user_id").cast(pl.UInt8)),
     "decimal": lambda rows: rows.with_columns(pl.col("amount", "size").cast(pl.Decimal(10, 2))),
-    "TRUE": lambda rows: rows.with_columns(pl.col("member").cast(pl.String).str.to_uppercase()),
     "True": lambda rows: rows.with_columns(pl.col("member").cast(pl.String).str.to_titlecase()),
     "bits": lambda rows: rows.with_columns(pl.col("member").cast(pl.Int8)),
-    "bits as floats": lambda rows: rows.with_columns(pl.col("member").cast(pl.Float64)),
     "datetime": lambda rows: rows.with_columns(pl.col("day").cast(pl.Datetime("ns"))),
     "zone": lambda rows: rows.with_columns(
         pl.col("day").cast(pl.Datetime("us")).dt.replace_time_zone("Asia/Tokyo")
     ),
     "categories": lambda rows: rows.with_columns(pl.col("shop").cast(pl.Categorical)),
-    "enum of polars": lambda rows: rows.with_columns(pl.col("shop").cast(pl.Enum(["07", "north", "x"]))),
     "whole categories": lambda rows: _pandas(rows, user_id="Int64", grade="int").astype(
         {"user_id": "category", "grade": "category"}
     ),
     "arrays": lambda rows: _pandas(rows).assign(
         tags=[np.array(cell, object) for cell in rows["tags"].to_list()]
     ),
-    "tuples": lambda rows: _pandas(rows).assign(tags=[tuple(cell) for cell in rows["tags"].to_list()]),
     "joined": lambda rows: rows.with_columns(pl.col("tags").list.join("|")),
     "numpy scalars": lambda rows: [
         {**row, "size": np.float32(row["size"]), "member": np.bool_(row["member"])} for row in rows.to_dicts()
     ],
     "-999": lambda rows: rows.with_columns(pl.col("user_id", "amount").fill_null(-999)),
-    "-999.0": lambda rows: rows.with_columns(pl.col("user_id").cast(pl.Float64).fill_null(-999.0)),
     "text -999.0": lambda rows: rows.with_columns(
         pl.col("user_id", "amount").cast(pl.String).fill_null("-999.0")
     ),
@@ -130,7 +123,7 @@ def test_a_value_is_itself_in_every_container(way: str, trained: Any) -> None:
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 @pytest.mark.parametrize(
-    "way", ["polars", "7.0", "TRUE", "bits", "datetime", "categories", "-999.0", "texts", "zone"]
+    "way", ["polars", "7.0", "True", "bits", "datetime", "categories", "text -999.0", "texts", "zone"]
 )
 def test_files_hold_what_frames_hold(ending: str, way: str, trained: Any, tmp_path: Path) -> None:
     run, rows, wanted = trained
@@ -154,7 +147,6 @@ ODD: dict[str, Callable[[int], Any]] = {
     "interval": lambda n: pd.Series(pd.IntervalIndex.from_breaks(range(n + 1))),
     "cut": lambda n: pd.Series(pd.cut(np.arange(n), 3)),
     "enum": lambda n: pd.Series([_Color.red] * n),
-    "complex": lambda n: pd.Series([1j] * n),
     "sets": lambda n: pd.Series([{"a"}] * n),
     "dicts": lambda n: pd.Series([{"a": 1}] * n),
     "objects": lambda n: pd.Series([object()] * n),
@@ -162,10 +154,9 @@ ODD: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_rows", [3, _ROWS])
 @pytest.mark.parametrize("odd", ODD)
-def test_other_things_are_refused_by_name(odd: str, num_rows: int, trained: Any) -> None:
+def test_other_things_are_refused_by_name(odd: str, trained: Any) -> None:
     run, rows, _ = trained
-    frame = _pandas(rows[:num_rows]).assign(shop=ODD[odd](num_rows))
+    frame = _pandas(rows[:3]).assign(shop=ODD[odd](3))
     with refused("shop|Unsupported numpy type"):
         run.predict(frame)

@@ -55,24 +55,12 @@ def test_an_lstm_trains_with_one_thread_and_gives_the_callers_back(
 ) -> None:
     monkeypatch.setenv("DPHYBRID_THREADS", "0")
     (tmp_path / "words.txt").write_text("\n\n".join(f"some words of paragraph {i % 7}" for i in range(60)))
-    text: dict[str, Any] = {
-        "recipe": "text",
-        "data": tmp_path / "words.txt",
-        "window": 8,
-        "dim": 8,
-        "hidden": 8,
-    }
+    text = {"recipe": "text", "data": tmp_path / "words.txt", "window": 8, "dim": 8, "hidden": 8}
     before, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(2)
     try:
-        for more in ({}, {"kind": "decoder"}):
-            train(
-                **text,
-                **more,
-                callbacks=[lambda _: seen.append(torch.get_num_threads())],
-                epochs=1,
-                devices="cpu",
-            )
+        for kind in ("lstm", "decoder"):
+            train(**text, kind=kind, epochs=1, callbacks=[lambda _: seen.append(torch.get_num_threads())])
             seen.append(torch.get_num_threads())
     finally:
         torch.set_num_threads(before)

@@ -9,7 +9,6 @@ import pytest
 
 from dphybrid.training import display
 from dphybrid.training.display import Display
-from tests.commands import python
 
 PROGRAM = """
 from dphybrid.training.display import Display
@@ -22,9 +21,9 @@ with Display() as shown:
 """
 
 
-def test_a_pipe_gets_a_line_an_epoch_and_a_terminal_a_bar() -> None:
-    piped = python("-c", PROGRAM).stdout
-    assert piped == "epoch 1/2\n"
+def test_a_pipe_gets_a_line_an_epoch_and_a_terminal_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(PROGRAM)
+    assert capsys.readouterr().out == "epoch 1/2\n"
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=theirs, env=environment) as process:

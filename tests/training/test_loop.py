@@ -30,9 +30,7 @@ def test_accumulated_gradients_are_those_of_the_large_batch(data_dir: Path, unre
         run_with(*HYBRID, "train.accumulate=2", "cluster.ranks=2")
 
 
-def test_an_epoch_has_as_many_batches_as_the_limit_and_goes_on_where_it_stopped(
-    data_dir: Path, unrecorded: None
-) -> None:
+def test_an_epoch_has_as_many_batches_as_the_limit(data_dir: Path, unrecorded: None) -> None:
     values = [*HYBRID, "train.batch_size=640", "train.limit_batches=2", "checkpoint.every_steps=1"]
     report = run_with(*values, "train.epochs=3", run_name="whole")
     page = ResultPage.read(data_dir / "runs/whole/result.json")

@@ -52,7 +52,7 @@ class Declares(nn.Module):
     whole = ("negatives_K",)
 
 
-def test_a_batch_is_divided_along_dim_0_but_for_what_the_model_declares() -> None:
+def test_a_batch_is_divided_except_for_declared_whole_tensors() -> None:
     batch = {"negatives_K": torch.arange(3), "ids_BF": torch.ones(5, 2), "user": torch.arange(5)}
     batch["scale"] = torch.tensor(2.0)
     assert num_rows(batch, Declares()) == 5

@@ -48,7 +48,7 @@ def test_layers_with_dropout_between_are_the_layered_network_bit_for_bit() -> No
         assert torch.equal(ours.train(training)(rows_BTD), theirs.train(training)(rows_BTD)[0])
 
 
-def test_replicas_of_a_recurrent_network_put_their_weights_into_one_piece_and_one_device_does_not(
+def test_replicas_of_a_recurrent_network_flatten_their_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[bool] = []
@@ -107,7 +107,7 @@ def test_the_workspace_setting_is_there_before_cuda_starts(
         assert {workspace for _, workspace in cuda_calls} == {wanted}
 
 
-def test_a_run_makes_its_first_gpu_the_current_one_and_one_on_the_cpu_asks_cuda_for_nothing(
+def test_a_run_on_the_cpu_asks_cuda_for_nothing(
     cuda_calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,20 +1,33 @@
-"""Which checkpoints stay: newest and best, on disk and in MLflow alike."""
+"""Which checkpoints are written and stay: finite numbers only, the newest and the best, also in MLflow."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow.store.tracking.dbmodels.models import SqlLoggedModel
 from mlflow.tracking import MlflowClient
+from torch import nn
 
 import dphybrid
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
+from dphybrid.embedding import HostEmbedding, row_optimizer
 from dphybrid.serving.load import find_checkpoint
-from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
+from dphybrid.training.checkpoint import (
+    VALIDATION,
+    Progress,
+    Trained,
+    complete_checkpoints,
+    read_state,
+    step_of,
+    verify_checkpoint,
+)
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
-from dphybrid.training.saving import best_checkpoint, best_steps, prune_checkpoints
+from dphybrid.training.saving import CheckpointWriter, best_checkpoint, best_steps, prune_checkpoints
 from tests.commands import models_of, run_with
+from tests.refusing import refused
+from tests.training.saving import save_checkpoint
 
 
 def make(folder: Path, steps: list[int]) -> list[Path]:
@@ -32,6 +45,53 @@ def test_newest_and_best_stay_beyond_six_digits_too(tmp_path: Path) -> None:
     kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2), best=[999_980])
     assert [step_of(path) for path in kept] == [999_980, 1_000_000, 1_000_005]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = HostEmbedding(50, 4, name="words", seed=0)
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")))
+
+
+@pytest.fixture
+def trained() -> Trained:
+    model = Small()
+    dense = torch.optim.Adam(model.linear.parameters())
+    rows = row_optimizer("adam", {"words": model.words}, lr=0.1, weight_decay=0.0)
+    model.linear(model.words(torch.arange(8)).sum(0)).sum().backward()
+    dense.step()
+    rows.step()
+    return Trained(model, dense, rows, Progress(step=3))
+
+
+def test_what_is_no_number_is_never_saved(trained: Trained, tmp_path: Path) -> None:
+    good, model = save_checkpoint(tmp_path, trained, {}, {}), trained.model
+    trained.progress.step = 4
+    moments = trained.dense.state[model.linear.bias]["exp_avg"]
+    for where, values, place in (
+        ("table words row 7", model.words.weight.detach(), (7, 2)),
+        ("parameter linear.weight row 0", model.linear.weight.detach(), (0, 3)),
+        ("optimizer's exp_avg of linear.bias row 0", moments, 0),
+    ):
+        before = values[place].clone()
+        for value in (float("nan"), float("inf"), float("-inf")):
+            values[place] = value
+            with refused(rf"^{where} is not a finite number at step 4, .* {good}, with --resume"):
+                save_checkpoint(tmp_path, trained, {}, {})
+            assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+        values[place] = before
+
+
+def test_the_same_step_again_replaces_its_folder(trained: Trained, tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
+        for auc in (0.5, 0.6):
+            trained.progress.metrics["auc"] = auc
+            path = writer.save({}, {})
+    verify_checkpoint(path)
+    assert read_state(path).progress.metrics == {"auc": 0.6}
+    assert complete_checkpoints(tmp_path) == [path]
 
 
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:

@@ -67,7 +67,7 @@ def test_a_restored_log_goes_on_as_if_nothing_had_been() -> None:
     assert after.lines == whole.lines
 
 
-def test_the_short_form_is_a_line_a_split_and_none_for_one_device() -> None:
+def test_the_short_form_is_one_line_for_each_split() -> None:
     for devices, expected in (("cpu*2", ["A batch of 5 rows is split 3, 2 over 2 devices"]), ("cpu", [])):
         block = DataParallel(Summed(), resolve_devices(devices))
         log, whole = SplitLog(block, each=False, short=True), SplitLog(block, each=False)

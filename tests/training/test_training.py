@@ -1,26 +1,24 @@
 """Training as a whole: equal to training without splits, the same bits twice, on from where it stopped."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dphybrid.cli.main import main
 from dphybrid.embedding import RowOptimizer
-from dphybrid.run.pages import Report
+from dphybrid.run.pages import Report, ResultPage
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.optimizers import learning_rate_factor
+from dphybrid.training.split_log import SplitLog
 from tests.commands import run_with
 from tests.conftest import SHARED
 from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
-from tests.waiting import patience, wait_until
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -43,14 +41,7 @@ def tensors(report: Report) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def test_it_trains_where_gradients_are_off(data_dir: Path, small_text: str) -> None:
-    options = [small_text, *SMALL_TEXT, "train.epochs=1"]
-    with torch.no_grad():
-        off = run_with(*options)
-    assert off.digests == run_with(*options).digests
-
-
-@pytest.mark.parametrize("kind", ["lstm", "decoder", "hybrid"])
+@pytest.mark.parametrize("kind", ["lstm", "hybrid"])
 def test_it_trains_to_the_same_losses_on_any_number_of_devices(
     kind: str, data_dir: Path, small_text: str
 ) -> None:
@@ -58,18 +49,19 @@ def test_it_trains_to_the_same_losses_on_any_number_of_devices(
     if kind == "hybrid":
         options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=1", "train.batch_size=143"]
     one = run_with(*options, "devices=cpu")
-    split = run_with(*options, "devices=cpu*8")
+    with torch.no_grad():  # of the caller: the training is not affected
+        split = run_with(*options, "devices=cpu*8")
     assert split.metrics == pytest.approx(one.metrics, rel=1e-9, abs=1e-10)
     torch.testing.assert_close(tensors(split), tensors(one), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("recipe", ["toy", "hybrid", "digits"])
 def test_recipes_learn_what_was_planted(recipe: str, data_dir: Path) -> None:
-    epochs = {"toy": 30, "hybrid": 3, "digits": 3}[recipe]
+    epochs = {"toy": 30, "hybrid": 1, "digits": 2}[recipe]
     quiet = ["train.print_splits=new"]
     report = run_with(f"recipe={recipe}", "devices=cpu*2", f"train.epochs={epochs}", *quiet)
     if recipe == "digits":
-        assert report.metrics["accuracy"] > 0.94
+        assert report.metrics["accuracy"] > 0.9
     else:
         assert report.metrics["mse"] < 0.5 * {"toy": 5.0, "hybrid": 1.0}[recipe]
 
@@ -93,21 +85,35 @@ def test_toy_prints_and_records_the_reference_lines(
     assert report.split_lines == expected
 
 
-@pytest.mark.parametrize(("optimizer", "average"), [("adam", 0.0), ("adagrad", 0.9)])
+def recorded(run: Path) -> list[Any]:
+    """Return the metrics of training steps in a run's record."""
+    rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/loss" in row]
+
+
 def test_stopped_and_resumed_equals_undisturbed(
-    optimizer: str, average: float, data_dir: Path, small_text: str
+    data_dir: Path, small_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "files")
     options = [small_text, *SMALL_TEXT, "model.dropout=0.3", "train.epochs=3", "table.lr=0.01"]
-    options += [f"table.optimizer={optimizer}", f"train.average={average}"]
+    options += ["table.optimizer=adam", "train.average=0.9", "train.log_every=4", "devices=cpu*2"]
     whole = run_with(*options, run_name="whole")
     resumed = stopped_and_resumed(*options, at=7)
     assert resumed.digests == whole.digests
     assert resumed.metrics == whole.metrics
+    runs = [data_dir / "runs" / name for name in ("whole", "broken")]
+    pages = [ResultPage.read(run / "result.json") for run in runs]
+    for name in ("splits", "split_lines", "history"):
+        assert getattr(pages[1], name) == getattr(pages[0], name)
+    losses = [[(row["step"], row["train/loss"]) for row in recorded(run)] for run in runs]
+    assert losses[1] == losses[0]
+    assert [step for step, _ in losses[0]] == [*range(4, 37, 4)]
+    # Counts start at 0 in each process: the resumed one took the last of these four steps alone.
+    unique = [recorded(run)[1]["embedding/unique"] for run in runs]
+    assert unique[1] == pytest.approx(unique[0], rel=0.3)
 
 
-def test_a_finished_run_goes_on_for_more_epochs_and_not_with_another_model(
-    data_dir: Path, small_text: str
-) -> None:
+def test_a_finished_run_goes_on_for_more_epochs(data_dir: Path, small_text: str) -> None:
     options = [small_text, *SMALL_TEXT, "train.schedule=constant"]
     whole = run_with(*options, "train.epochs=3", run_name="whole")
     run_with(*options, "train.epochs=1", run_name="grown")
@@ -130,13 +136,6 @@ def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path,
         model_from_checkpoint(data_dir / "runs")
 
 
-def test_schedules_end_at_a_hundredth() -> None:
-    assert learning_rate_factor("constant", 0.9) == 1.0
-    for schedule in ("cosine", "linear"):
-        assert learning_rate_factor(schedule, 0.0) == 1.0
-        assert learning_rate_factor(schedule, 1.0) == pytest.approx(0.01)
-
-
 def test_rates_of_tables_and_blocks_follow_the_schedule(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +150,9 @@ def test_rates_of_tables_and_blocks_follow_the_schedule(
     options = ["recipe=hybrid", "devices=cpu", "train.epochs=2", "train.patience=0", "train.batch_size=500"]
     optimizers = ["train.optimizer=sgd", "train.lr=0.3", "table.optimizer=sgd", "table.lr=0.2"]
     run_with(*options, *optimizers, "train.schedule=linear")
+    for schedule, last in (("constant", 1.0), ("cosine", 0.01), ("linear", 0.01)):
+        assert learning_rate_factor(schedule, 0.0) == 1.0
+        assert learning_rate_factor(schedule, 1.0) == pytest.approx(last)
     count = len(rates[RowOptimizer])
     factors = [learning_rate_factor("linear", step / count) for step in range(count)]
     assert count > 2
@@ -158,27 +160,30 @@ def test_rates_of_tables_and_blocks_follow_the_schedule(
     assert rates[torch.optim.SGD] == pytest.approx([0.3 * factor for factor in factors])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_checkpoints_and_goes_on(
-    number: int, code: int, data_dir: Path, small_text: str
+    number: int,
+    code: int,
+    data_dir: Path,
+    small_text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = [text for text in SMALL_TEXT if text != "train.epochs=2"]
-    values = [*small, small_text, "train.epochs=4000", "train.patience=0"]
+    after_step = SplitLog.after_step
+
+    def interrupted(self: SplitLog, step: int, rows: int) -> list[str]:
+        if step == 7:
+            signal.raise_signal(number)
+        return after_step(self, step, rows)
+
+    monkeypatch.setattr(SplitLog, "after_step", interrupted)
+    values = [small_text, *SMALL_TEXT]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (text.split("=", 1) for text in values)]
-    argv = [sys.executable, "-m", "dphybrid", "train", *flags, "--run-name", "long"]
-    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
-    folder = data_dir / "runs" / "long" / "checkpoints"
-    wait_until(lambda: folder.is_dir() and complete_checkpoints(folder), "a checkpoint is there")
-    child.send_signal(number)
-    _, errors = child.communicate(timeout=patience(60))
-    assert child.returncode == code, errors
+    assert main(["train", *flags, "--run-name", "long"]) == code
+    errors = capsys.readouterr().err
     assert "Traceback" not in errors
     assert "--resume" in errors
-    step = read_state(complete_checkpoints(folder)[-1]).progress.step
-    epochs = step // 5 + 2
-    more = ["train.patience=0", f"train.epochs={epochs}"]
-    report = run_with(small_text, *SMALL_TEXT, *more, resume="long")
-    assert read_state(Path(report.latest_checkpoint)).progress.step > step
+    (checkpoint,) = complete_checkpoints(data_dir / "runs" / "long" / "checkpoints")
+    assert read_state(checkpoint).progress.step == 7
+    report = run_with(*values, resume="long")
+    assert read_state(Path(report.latest_checkpoint)).progress.step == 24
