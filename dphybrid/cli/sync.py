@@ -9,7 +9,7 @@ or a model could not be compared.
 from dphybrid.cli.parser import Command
 from dphybrid.config.own_runs import own_folders, why_foreign
 from dphybrid.config.settings import load_settings
-from dphybrid.run.folder import retrainings
+from dphybrid.run.folder import own_runs, retrainings
 from dphybrid.util.text import masked, printable
 
 
@@ -21,6 +21,7 @@ class Flags(Command):
 
     def run(self) -> int:
         """Copy what waits; return 1 when MLflow still lacks something, else 0."""
+        from dphybrid.tracking.record import destination
         from dphybrid.tracking.sync import sync
 
         settings, arrived = load_settings(), list[bool]()
@@ -28,6 +29,11 @@ class Flags(Command):
         for name in sorted({page.parent.name for page in settings.runs_dir.glob("*/record.jsonl")}):
             if settings.runs_dir / name not in own:
                 print(printable(f"{name}: not sent: {why_foreign(name)}"), flush=True)
+        for run in own_runs(settings):
+            # Without MLflow, the name is the id.
+            if run.page.run_id not in ("", run.folder.name) and not destination(run.folder):
+                print(f"{run.folder.name}: not sent: its record no longer says where its MLflow run is")
+                arrived.append(False)
         for line, is_whole in sync(own, settings.mlflow_dir, settings.mlflow_uri, self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)

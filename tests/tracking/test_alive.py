@@ -41,6 +41,9 @@ def test_sync_ends_runs_whose_process_is_gone_and_no_others(data_dir: Path) -> N
     assert f"{run.name}: its process no longer exists; ended as KILLED" in command("sync")
     assert client.get_run(report.run_id).info.status == "KILLED"
     assert "Nothing to do" in command("sync")
+    lines = record.path.read_bytes().splitlines(keepends=True)
+    record.path.write_bytes(b"".join(line for line in lines if b"tracking_uri" not in line))
+    assert "its record no longer says where its MLflow run is" in command("sync", ends=1)
 
 
 def test_a_run_is_running_from_its_folder_to_its_report(data_dir: Path, unrecorded: None) -> None:
