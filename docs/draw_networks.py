@@ -27,6 +27,7 @@ NETWORKS: dict[str, list[Sequence[str]]] = {
         ["x output vectors"],
     ],
     "complex": [["*head", "*tail", "relation"], ["complex product"], ["score"]],
+    "transe": [["*head", "*tail", "relation"], ["head + relation - tail"], ["score: - length"]],
     "text": [["*rows of the words"], ["LSTM or decoder"], ["softmax over words"]],
 }
 

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
 from dphybrid.data.batches import Array
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import new_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.recipe import Recipe
@@ -43,7 +46,7 @@ def check_recipe(recipe: str | ExperimentConfig) -> None:
     - a training that was stopped and resumed, or that prefetches no rows, gives other weights;
     - two devices compute something else than one;
     - a metric of the untrained model is not finite, or the task's deciding metric is missing;
-    - two predictions of `Recipe.example` differ.
+    - two predictions of the same rows differ (of `Recipe.example`, or of the table's first rows).
     """
     config = build_config({"recipe": recipe}) if isinstance(recipe, str) else recipe
     with _settings_apart() as settings:
@@ -65,7 +68,7 @@ def check_recipe(recipe: str | ExperimentConfig) -> None:
         off = _trained(_changed(sample, pipeline="off"), "off")
         _compare(first, off, "prefetching", "return the ids of forward from table_ids")
         _trained(_changed(sample, check_split=True), "split")
-        if sample.recipe.example and type(sample.recipe).predict is not Recipe.predict:
+        if sample.recipe.tabular or type(sample.recipe).predict is not Recipe.predict:
             _check_predictions(sample, Path(first.best_checkpoint))
 
 
@@ -171,6 +174,12 @@ def _check_metrics(sample: Experiment) -> None:
 
 
 def _check_predictions(sample: Experiment, checkpoint: Path) -> None:
-    rows, predictor = dict(sample.recipe.example), open_predictor(checkpoint, settings=sample.settings)
+    rows, data = dict(sample.recipe.example), sample.config.data
+    if not rows and isinstance(data, TableDataConfig) and data.path is not None:
+        with new_rows(find_files(data.path, "data.path"), data, whole=True) as found:
+            rows = found.frame.head(8).collect().to_dict(as_series=False)
+    if not rows:
+        return
+    predictor = open_predictor(checkpoint, settings=sample.settings)
     if repr(predictor.predict(rows)) != repr(predictor.predict(rows)):
         raise UserError("two predictions of the same rows differ; draw no random numbers in evaluation mode")

@@ -4,9 +4,9 @@ examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
   %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz'
 
-Prints the recipe's metrics with a 95%% interval. Give rows with the label's column, later interactions to a
-model of recipe retrieval, or later text to one of recipe text. For curves, precision and recall, give the
-labels and dphybrid.load(MODEL).predict(rows) to scikit-learn.
+Prints the recipe's metrics with a 95%% interval, and precision and recall of each class. Give rows with the
+label's column, later interactions to a model of recipe retrieval, or later text to one of recipe text. For
+curves, give the labels and dphybrid.load(MODEL).predict(rows) to scikit-learn.
 """
 
 from pathlib import Path

@@ -7,10 +7,11 @@ examples:
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
 Each row read gives one prediction: its file, its line, and the probability of the label's positive value; for
-several classes, the likeliest class and the probability of each; for a number, the number. --keep adds
-columns of the input. A model of recipe retrieval gives user, rank, item and score instead: --top items for
-each user. Without --out, predictions are printed as CSV. Files are read as in training, unless a flag of
---data says otherwise. A model of recipe text continues the text of --prompt.
+several classes, the likeliest class and the probability of each; for a number, the number. --threshold adds
+the predicted class of two. --keep adds columns of the input. A model of recipe retrieval gives user, rank,
+item and score instead: --top items for each user. Without --out, predictions are printed as CSV. Files are
+read as in training, unless a flag of --data says otherwise. A model of recipe text continues the text of
+--prompt.
 """
 
 from pathlib import Path
@@ -39,6 +40,8 @@ class Flags(Command):
     """Rows of a batch, over all devices."""
     keep: list[str] = Field(default=[])
     """Also write this column of the input; may be repeated."""
+    threshold: float | None = None
+    """Also write the predicted one of two classes: the positive one if its probability is at least X."""
     top: int | None = None
     """Number of items for each user, if the model recommends (default: 10)."""
     prompt: str | None = None
@@ -72,7 +75,7 @@ class Flags(Command):
                     f"--top {self.top}: this model scores rows and recommends nothing; leave it out"
                 )
             given["top"] = self.top
-        given["keep"] = self.keep
+        given |= {"keep": self.keep, "threshold": self.threshold}
         if self.out is None:
             print_predictions(predictor, path, **given)
             return 0

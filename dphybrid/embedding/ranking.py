@@ -5,7 +5,7 @@ Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S 
 (padded), H hidden rows of all queries, K best rows to return.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,13 @@ SCORES = 2**23
 """Number of scores held at a time, which sets the size of a block."""
 _TIE = 1e-6
 """Relative difference below which scores count as equal: the same sum in another order may differ by that."""
+
+Score = Callable[[Tensor, Tensor], Tensor]
+
+
+def dot_products(queries_QD: Tensor, rows_ND: Tensor) -> Tensor:
+    """Return scores_QN. Both arguments may have further dimensions in front."""
+    return queries_QD @ rows_ND.transpose(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,10 @@ def rank_rows(
     *,
     hidden_QS: Tensor | None = None,
     k: int = 0,
+    score: Score = dot_products,
+    numbers_a_score: int = 1,
 ) -> Ranked:
-    """Score each query against all rows of a table, by dot products; return the `k` best rows and the rank of
-    its answer.
+    """Score each query against all rows of a table; return the `k` best rows and the rank of its answer.
 
     Holds one block of rows and scores at a time, on the queries' device.
 
@@ -55,6 +63,9 @@ def rank_rows(
         answers_Q: One row per query; None: ranks and losses are NaN.
         hidden_QS: Rows that do not compete (known answers, items that a user has seen), padded with -1; an
             answer among them is still ranked.
+        score: Function from (..., Q, D) and (..., N, D) to (..., Q, N).
+        numbers_a_score: Numbers that `score` holds for each score while it computes; a larger one gives
+            smaller blocks.
     """
     if hidden_QS is None:
         hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64, device="cpu")
@@ -66,9 +77,9 @@ def rank_rows(
     if answers_Q is not None:
         ids_Q, answers_Q = answers_Q.to("cpu"), answers_Q.to(queries_QD.device)
         rows_QD = (table(ids_Q) if isinstance(table, HostEmbedding) else table[ids_Q]).to(queries_QD)
-        own_Q = total_Q = (queries_QD * rows_QD).sum(1)
+        own_Q = total_Q = score(queries_QD.unsqueeze(1), rows_QD.unsqueeze(1))[:, 0, 0]
         ranks_Q = torch.ones_like(own_Q)
-    for start, scores_QN in score_blocks(queries_QD, table, hidden_QS):
+    for start, scores_QN in score_blocks(queries_QD, table, hidden_QS, score, numbers_a_score):
         if k:
             best.add(start, scores_QN)
         if answers_Q is not None:
@@ -90,11 +101,15 @@ def _better(scores_QN: Tensor, own_Q: Tensor) -> Tensor:
 
 
 def score_blocks(
-    queries_QD: Tensor, table: HostEmbedding | Tensor, hidden_QS: Tensor
+    queries_QD: Tensor,
+    table: HostEmbedding | Tensor,
+    hidden_QS: Tensor,
+    score: Score = dot_products,
+    numbers_a_score: int = 1,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row of a block, the block's scores on the queries' device). Hidden rows score -inf."""
     num_rows = table.num_rows if isinstance(table, HostEmbedding) else len(table)
-    step = max(1, SCORES // max(1, len(queries_QD)))
+    step = max(1, SCORES // max(1, len(queries_QD) * numbers_a_score))
     query_H, column_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
     row_H = hidden_QS[query_H, column_H]  # indices, not a mask of all scores: few rows are hidden
     for start in range(0, num_rows, step):
@@ -104,7 +119,7 @@ def score_blocks(
         block_ND = table(ids_N) if isinstance(table, HostEmbedding) else table[start:stop]
         rows_ND = block_ND.to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
-        scores_QN = queries_QD @ rows_ND.T
+        scores_QN = score(queries_QD, rows_ND)
         scores_QN[query_H[here_H], row_H[here_H] - start] = -torch.inf
         yield start, scores_QN
 

@@ -61,6 +61,7 @@ class RowsPredictor:
         out: str | Path,
         on_progress: Callable[[str, int, int], None] | None = None,
         keep: Sequence[str] = (),
+        threshold: float | None = None,
         **reading: Any,
     ) -> Written:
         """Write the predictions for the rows of `path` (file, folder or pattern), piece by piece, to a
@@ -70,6 +71,8 @@ class RowsPredictor:
         of the files (header, delimiter, missing, ...). Raises UserError and then leaves no file at `out`.
         OUT.rejected.jsonl lists the rows that cannot be read, with the reason.
         """
+        if threshold is not None:
+            raise UserError("--threshold: only for recipes that read tables; leave it out")
         # First of all, so that a target that cannot be written costs no work.
         files = find_files(str(path), "data.path")
         done = Written(table_target(out, files))

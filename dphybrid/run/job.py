@@ -388,12 +388,14 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
         return validation_outputs(model, data.dataset(part), experiment.config.train.batch_size, task)
 
     outputs, built.outputs = built.outputs, {}
-    outputs = outputs or outputs_of("valid")
+    outputs = drawn = outputs or outputs_of("valid")
     metrics, tested = task.compute(outputs), dict[str, float]()
     if "test" in data.parts:
-        tested = task.compute(outputs_of("test"))
-    floor = floor_metrics(task, outputs)
-    MetricsPage(metrics=metrics, test=tested, floor=floor).write(run.folder / "metrics.json")
+        drawn = outputs_of("test")
+        tested = task.compute(drawn)
+    floor, charts = floor_metrics(task, outputs), list(task.charts(drawn)) if task.charts else []
+    page = MetricsPage(metrics=metrics, test=tested, floor=floor, charts=charts)
+    page.write(run.folder / "metrics.json")
     summary = {f"final_{name}": value for name, value in metrics.items()}
     summary |= {f"test/{name}": value for name, value in tested.items()}
     summary |= {f"baseline_{name}": value for name, value in floor.items()}

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from dphybrid.training.results import SplitRow
+from dphybrid.training.results import Chart, SplitRow
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
@@ -48,11 +48,13 @@ class ResultPage(TrainedPage):
 
 class MetricsPage(Page):
     """`metrics.json`: the best checkpoint's metrics on the validation rows and on the test rows, if there are
-    any, and the metrics of the task's floor."""
+    any, the metrics of the task's floor, and the charts of its predictions for the test rows (without any,
+    the validation rows), if its task has any."""
 
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
     floor: dict[str, float] = Field(default_factory=dict)
+    charts: list[Chart] = Field(default_factory=list)
 
 
 class Report(TrainedPage):

@@ -14,6 +14,7 @@ from dphybrid.run.pages import MetricsPage, Report, ResultPage, TrainedPage
 from dphybrid.tracking.html import Line, html_of, lines
 from dphybrid.training.checkpoint import read_state, step_of
 from dphybrid.training.metrics import Task
+from dphybrid.training.results import Chart
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.files import write_text
 from dphybrid.util.text import as_flags, as_markdown, masked, metric_text
@@ -140,6 +141,7 @@ def _page(experiment: Experiment, report: Report) -> str:
     """Return the report of a finished run as one HTML page: the same texts, and figures."""
     folder = experiment.run.folder
     history = ResultPage.read(folder / "result.json").history
+    charts = MetricsPage.read(folder / "metrics.json").charts
     kept = step_of(Path(report.best_checkpoint))
     curves = []
     for name in history[0] if history else ():
@@ -148,4 +150,16 @@ def _page(experiment: Experiment, report: Report) -> str:
             curve: Line = list(points), list(points.values()), "line"
             title = f"{name}: {metric_text(points[kept])} at the epoch that is kept"
             curves.append(lines([curve, ([kept], [points[kept]], "kept")], title, "step"))
-    return html_of(report.run_name, _texts(experiment, report), {"How it learned": curves})
+    figures = {
+        "How it learned": curves,
+        f"What it predicts: {'test' if report.test else 'validation'} rows": list(map(_chart_figure, charts)),
+    }
+    return html_of(report.run_name, _texts(experiment, report), figures)
+
+
+def _chart_figure(chart: Chart) -> str:
+    """Draw a chart of predictions as SVG, beside the line y = x."""
+    xs, ys = zip(*chart.points, strict=True) if chart.points else ((), ())
+    ends = [min([*xs, *ys], default=0.0), max([*xs, *ys], default=1.0)]
+    shown: list[Line] = [(ends, ends, "reference"), (xs, ys, chart.drawn)]
+    return lines(shown, chart.title, chart.xlabel, chart.ylabel)

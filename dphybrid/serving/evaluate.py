@@ -1,6 +1,7 @@
-"""Evaluates a trained model on rows with known answers: the recipe's metrics with their intervals.
+"""Evaluates a trained model on rows with known answers: the recipe's metrics with their intervals; for a
+table's classes also precision and recall of each. Trainings do not import scikit-learn, which takes a second.
 
-Letters: B rows.
+Letters: B rows, C classes.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from sklearn.metrics import precision_recall_fscore_support
 from torch import Tensor, nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.data.batches import ArrayDataset
+from dphybrid.data.batches import Array, ArrayDataset
 from dphybrid.data.table.encoder import Unknown
 from dphybrid.data.table.files import find_files
 from dphybrid.data.table.frames import as_frame, new_rows
@@ -40,6 +42,7 @@ class Evaluation:
     Attributes:
         intervals: Of each metric, the 2.5 and 97.5 percentiles over rows drawn again with replacement (the
             percentile bootstrap of Efron and Tibshirani 1993).
+        classes: For classes, a row for each.
         notes: What was left out.
         sample: What `num_rows` counts, such as users.
     """
@@ -48,6 +51,7 @@ class Evaluation:
     metric: str
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
+    classes: pl.DataFrame | None = None
     notes: list[str] = field(default_factory=list)
     sample: str = "row"
 
@@ -59,9 +63,16 @@ class Evaluation:
         ]
         lines = [f"Evaluated on {counted(self.num_rows, self.sample)}", *self.notes]
         lines += aligned([["metric", "value", "95% from", "to"], *measured])
+        if self.classes is not None:
+            rows = [[_cell(cell) for cell in row] for row in self.classes.iter_rows()]
+            lines += ["", *aligned([self.classes.columns, *rows])]
         return "\n".join(lines)
 
     __repr__ = text
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else metric_text(value) if isinstance(value, float) else str(value)
 
 
 def evaluate(predictor: Predictor, rows: object, on_progress: Progress | None = None) -> Evaluation:
@@ -94,11 +105,13 @@ def evaluate(predictor: Predictor, rows: object, on_progress: Progress | None = 
     notes, without = unknown.lines(predictor.encoder.columns), int((~known_B).sum())
     if without:
         notes.append(f"Left out: {counted(without, 'row')} without a label")
+    probabilities = predictor.task.link(outputs["logits"]).numpy()
     return Evaluation(
         num_rows=len(frame),
         metric=predictor.task.metric,
         metrics=metrics,
         intervals=intervals,
+        classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
         notes=notes,
     )
 
@@ -157,3 +170,14 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
     with new_rows(files, data, wanted, whole=True) as found:
         predictor.check_columns(found.names, str(rows))
         return found.table([name for name in wanted if name in found.names])
+
+
+def _classes(predictor: Predictor, labels_B: Array, probabilities: Array) -> pl.DataFrame:
+    """Return rows, precision, recall and F1 of each class."""
+    predicted_B = probabilities.argmax(1) if probabilities.ndim == 2 else probabilities >= 0.5
+    numbers = np.arange(len(predictor.classes))
+    precision_C, recall_C, f1_C, rows_C = precision_recall_fscore_support(
+        labels_B, predicted_B, labels=numbers, zero_division=np.nan
+    )
+    columns = {"class": predictor.classes, "rows": rows_C, "precision": precision_C, "recall": recall_C}
+    return pl.DataFrame({**columns, "f1": f1_C}).fill_nan(None)

@@ -46,6 +46,8 @@ from dphybrid.util.threads import use_num_threads
 PLACE = {"file": pl.String, "line": pl.Int64}
 """The first columns of a file of predictions: where each row comes from. `Label.columns` follow."""
 _TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
+_CLASS = "prediction"
+"""Column of the predicted class of a binary label, if a threshold is given."""
 _PIECE_ROWS = 2**16
 """How many rows of a lazy frame are in memory at a time."""
 
@@ -137,6 +139,13 @@ class Predictor:
         _warn(unknown.lines(self.encoder.columns))
         return np.concatenate(scores)
 
+    def predict_classes(self, rows: object) -> np.ndarray:
+        """Return the most probable class (B,) of each row, as text. rows: as for `predict`. Raises UserError
+        for a label that is a number."""
+        if not self.classes:
+            raise UserError(f"label {self.task.label.name!r} is a number and has no classes; use predict")
+        return self.task.classes(self.predict(rows))
+
     def encoded(self, rows: pl.DataFrame, unknown: Unknown | None = None) -> dict[str, torch.Tensor]:
         """Return the model's batch for rows, with zeros as labels. unknown: gets the counts of values that
         training does not know."""
@@ -161,6 +170,7 @@ class Predictor:
         out: str | Path,
         on_progress: Callable[[str, int, int], None] | None = None,
         keep: Sequence[str] = (),
+        threshold: float | None = None,
         **values: object,
     ) -> Predicted:
         """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file,
@@ -170,8 +180,11 @@ class Predictor:
         for each class, for several classes; or `prediction` for a numeric label. Rows that cannot be read are
         left out, and OUT.rejected.jsonl lists them with the reasons.
 
-        keep: columns of the input to write as well, as text. values: of the config's data section, if the
-        new files have another format (header, delimiter, max_rejected, ...).
+        keep: columns of the input to write as well, as text. threshold: for a binary label, the probability
+        from which on a row's `prediction` is the positive class; None: the one that the model was trained
+        with, and without one write only probabilities. values: of
+        the config's data section, if the new files have another format (header, delimiter, max_rejected,
+        ...).
 
         Raises UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be
         read; nothing is left at `out` then.
@@ -179,7 +192,16 @@ class Predictor:
         path = str(path)
         files = find_files(path, "data.path")
         target = table_target(out, files)
-        columns = PLACE | {name: _TYPES[kind] for name, kind in self.task.label.columns.items()}
+        label = self.task.label
+        if threshold is not None and label.task != "binary":
+            raise UserError(
+                f"--threshold {threshold}: is for a label of two values, and {label.name!r} is "
+                f"{label.task}; leave it out: the file has a column prediction anyway"
+            )
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise UserError(f"--threshold {threshold}: is not a probability; give a number from 0 to 1")
+        columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
+        columns |= {} if threshold is None else {_CLASS: pl.String}
         data = self.reading(path, values)
         done = Predicted(target)
 
@@ -187,6 +209,8 @@ class Predictor:
             self.check_columns(chunk.columns, path)
             scores = self._scores(chunk, done.unknown, None)
             found = {"file": of_file, "line": lines, **self.task.table(scores)}
+            if threshold is not None:
+                found[_CLASS] = self.task.classes(scores, threshold)
             return pl.DataFrame(found, schema=columns)
 
         write_predictions(files, data, done, predicted, keep, on_progress, self.encoder.names)

@@ -31,20 +31,24 @@ class LoadedCheckpoint:
     def _predictor(self) -> Any:
         return open_predictor(self.folder)
 
-    def predict(self, data: object) -> object:
+    def predict(self, data: object, params: dict[str, object] | None = None) -> object:
         """Return the predictions for rows as `Predictor.predict` does, or the model's output for a batch of
         tensors.
 
         data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
-        own batch, a dict of tensors with samples on dim 0. Raises MlflowException when columns are missing,
-        or when the model cannot predict from rows of a table.
+        own batch, a dict of tensors with samples on dim 0. params: {"classes": True} returns the classes
+        instead. Raises MlflowException when columns are missing, or when the model cannot predict from rows
+        of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             use_num_threads()
             with torch.no_grad():
                 return self._module(data)
         with refusing():
-            return self._predictor.predict(data)
+            predictor = self._predictor
+            return (
+                predictor.predict_classes(data) if (params or {}).get("classes") else predictor.predict(data)
+            )
 
 
 def _load_pyfunc(path: str) -> LoadedCheckpoint:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from dphybrid.util.text import printable
 
-Look = Literal["line", "kept"]
-"""How a line of a figure looks. kept: its points alone, as red rings."""
+Look = Literal["line", "points", "reference", "kept"]
+"""How a line of a figure looks. reference: dashed and grey; kept: a red ring."""
 Line = tuple[Sequence[float], Sequence[float], Look]
 """A line of a figure: xs, ys, its look."""
 _WIDTH, _HEIGHT = 400, 220
@@ -33,8 +33,9 @@ _HEAD = """<!doctype html>
   @media (max-width: 45rem) { pre { font-size: .75rem; } svg { margin: 0; }
     pre:first-of-type { white-space: pre-wrap; overflow-wrap: anywhere; } }
   svg .title { font-size: 13px; } .middle { text-anchor: middle; } .end { text-anchor: end; }
-  .grid { stroke: #e4e8ed; } .axis { stroke: #1d2733; }
+  .grid { stroke: #e4e8ed; } .axis { stroke: #1d2733; } .mark { fill: #4c78a8; }
   polyline { fill: none; stroke: #4c78a8; stroke-width: 1.5; }
+  polyline.reference { stroke: #999999; stroke-width: 1; stroke-dasharray: 5 3; }
   .kept { fill: none; stroke: #e45756; stroke-width: 1.5; }
 </style>"""
 
@@ -51,7 +52,7 @@ def html_of(title: str, texts: Mapping[str, str], figures: Mapping[str, Sequence
     )
 
 
-def lines(shown: Sequence[Line], title: str = "", x: str = "") -> str:
+def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> str:
     """Draw lines, without the points that cannot be drawn: nan, inf, or beyond 1e100."""
     drawn = [
         ([(a, b) for a, b in zip(xs, ys, strict=True) if abs(a) < _MOST and abs(b) < _MOST], look)
@@ -71,13 +72,17 @@ def lines(shown: Sequence[Line], title: str = "", x: str = "") -> str:
         parts.append(_text(-6, _HEIGHT - offset + 4, text, "end"))
     parts.append(f'<path class="axis" d="M0 0v{_HEIGHT}h{_WIDTH}" fill="none"/>')
     left = 14 + _LETTER * max((len(text) for _, text in up.ticks()), default=0)
+    turned = f' transform="rotate(-90 {-left - 4:.1f} {_HEIGHT / 2})"'
+    parts.append(_text(-left - 4, _HEIGHT / 2, _short(y, 40), "middle", turned))
     for points, look in drawn:
         at = [(across.at(a), _HEIGHT - up.at(b)) for a, b in points]
-        if look == "line":
-            parts.append(f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in at)}"/>')
-        else:
-            parts += [f'<circle class="kept" r="5" cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in at]
-    words = textwrap.wrap(printable(title), 60)
+        if look in ("line", "reference"):
+            style = ' class="reference"' if look == "reference" else ""
+            parts.append(f'<polyline{style} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in at)}"/>')
+        if look in ("points", "kept"):
+            mark = 'class="kept" r="5"' if look == "kept" else 'class="mark" r="2.5"'
+            parts += [f'<circle {mark} cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in at]
+    words, left = textwrap.wrap(printable(title), 60), left + (20 if y else 0)
     above = 10 + 17 * len(words)
     titles = [_text(-left, 17 * row + 12 - above, line, "title") for row, line in enumerate(words)]
     wide, high = left + _WIDTH + 20, above + _HEIGHT + 40
@@ -110,8 +115,8 @@ class _Scale:
             yield self.at(value), f"{value:,.{digits}f}" if plain else f"{value:.3g}"
 
 
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}">{html.escape(text)}</text>' if text else ""
+def _text(x: float, y: float, text: str, style: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"{more}>{html.escape(text)}</text>' if text else ""
 
 
 def _short(text: str, most: int) -> str:

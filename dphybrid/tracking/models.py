@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlparse
 
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
-from mlflow.types.schema import ColSpec, DataType, Schema, TensorSpec
+from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.opening import explained
@@ -226,7 +226,10 @@ def _signature(folder: Path) -> ModelSignature | None:
     kinds = {"float32": DataType.float, "float64": DataType.double}
     outputs: list[ColSpec | TensorSpec]
     outputs = [ColSpec(kinds[kind], name) for name, kind in info.get("outputs", {}).items() if kind in kinds]
-    return ModelSignature(None, Schema(outputs))
+    # `predict(rows, params={"classes": True})` of a label with classes.
+    classes = info.get("label", {}).get("classes")
+    params: Any = ParamSchema([ParamSpec("classes", DataType.boolean, False)]) if classes else None
+    return ModelSignature(None, Schema(outputs), params)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dphybrid.data.batches import evenly_spaced
 from dphybrid.data.table.labels import Label
 from dphybrid.training.metrics import BINARY, Task, sample_weights
+from dphybrid.training.results import Chart
 from dphybrid.util.errors import UserError
+from dphybrid.util.roc import roc_curve
 
 Array = np.ndarray[Any, Any]
+_HALF = 0.5
+"""Rows with at least this probability are of the positive class."""
+_SHOWN_ROWS = 400
+"""Most rows of a scatter plot."""
+_SHOWN_POINTS = 200
+"""Most points of a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +53,20 @@ class LabelTask(Task):
         shape = (0, self.num_outputs) if self.label.task == "multiclass" else (0,)
         return self.link(torch.zeros(shape)).numpy()
 
+    def classes(self, predicted: Array, threshold: float = _HALF) -> Array:
+        """Return the classes (B,) of predictions, as texts: of two, the positive one from `threshold` on; of
+        several, the most probable one."""
+        names = np.array(self.label.classes, object)
+        numbers_B = predicted.argmax(1) if self.label.task == "multiclass" else (predicted >= threshold) * 1
+        return names[numbers_B]
+
     def table(self, predicted: Array) -> dict[str, object]:
         """Return predictions as columns, by the names of `Label.columns`."""
         if self.label.task != "multiclass":
             return dict.fromkeys(self.label.columns, predicted)
         # The first column has the most likely class, the others one probability for each class.
         likeliest, *probabilities = self.label.columns
-        names_B = np.array(self.label.classes, object)[predicted.argmax(1)]
-        return {likeliest: names_B, **dict(zip(probabilities, predicted.T, strict=True))}
+        return {likeliest: self.classes(predicted), **dict(zip(probabilities, predicted.T, strict=True))}
 
 
 def label_task(facts: Mapping[str, object]) -> LabelTask:
@@ -61,8 +76,15 @@ def label_task(facts: Mapping[str, object]) -> LabelTask:
 
 
 def _binary(label: Label) -> LabelTask:
+    def charts(outputs: dict[str, Tensor]) -> list[Chart]:
+        logits_B, labels_B = outputs["logits"].double().numpy(), outputs["labels_B"].numpy()
+        fallout_T, recall_T = roc_curve(labels_B, logits_B, sample_weights(outputs))
+        shown = evenly_spaced(len(recall_T), _SHOWN_POINTS)
+        axes = ("false positive rate", "true positive rate")
+        return [Chart.of("roc", "ROC curve", axes, fallout_T[shown], recall_T[shown], drawn="line")]
+
     return LabelTask(
-        **(vars(BINARY) | {"chosen_by": "log_loss", "floor": _constant(label)}),
+        **(vars(BINARY) | {"chosen_by": "log_loss", "charts": charts, "floor": _constant(label)}),
         label=label,
         loss=cross_entropy_of_two,
         link=lambda logits_B: torch.sigmoid(logits_B.float()),
@@ -115,10 +137,19 @@ def _regression(label: Label) -> LabelTask:
             "r2": 1 - squared / variance if variance else float(squared == 0),
         }
 
+    def charts(outputs: dict[str, Tensor]) -> list[Chart]:
+        predicted_B, observed_B = (link(outputs[name]).numpy() for name in ("logits", "labels_B"))
+        shown, axes = evenly_spaced(len(predicted_B), _SHOWN_ROWS), ("predicted", "observed")
+        title = "Predicted against observed"
+        return [
+            Chart.of("predicted_against_observed", title, axes, predicted_B[shown], observed_B[shown]),
+        ]
+
     return LabelTask(
         metric="rmse",
         higher_is_better=False,
         compute=compute,
+        charts=charts,
         floor=_constant(label),
         label=label,
         loss=lambda logits_B, labels_B: F.mse_loss(logits_B, labels_B.to(logits_B.dtype), reduction="none"),

@@ -1,7 +1,7 @@
 """Tasks: the metrics of a recipe's validation outputs, and which of them decides on the best checkpoint."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from dphybrid.training.results import Chart
 from dphybrid.util.errors import UserError
 from dphybrid.util.roc import area_under_roc
 
@@ -23,6 +24,7 @@ class Task:
         compute: From all validation outputs to metrics by name.
         reads: The entries of batches and outputs that `compute` needs besides loss and weight, samples on dim
             0.
+        charts: From the same outputs to figures for the report of a run.
         chosen_by: A loss among the metrics (lower is better) that decides on the best checkpoint and on early
             stopping instead of `metric`, for metrics that reach their maximum early on few rows; "" for
             `metric` itself.
@@ -35,6 +37,7 @@ class Task:
     higher_is_better: bool
     compute: Callable[[dict[str, Tensor]], dict[str, float]]
     reads: tuple[str, ...] = ()
+    charts: Callable[[dict[str, Tensor]], Sequence[Chart]] | None = None
     chosen_by: str = ""
     floor: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     floor_name: str = "constant prediction"

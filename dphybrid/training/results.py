@@ -1,8 +1,32 @@
-"""What the pages of a run hold besides numbers: costs of checkpoints, splits. Imports no torch, which
+"""What the pages of a run hold besides numbers: charts, costs of checkpoints, splits. Imports no torch, which
 takes longer than to list a hundred runs."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Chart(BaseModel):
+    """A plot of points (x, y), or of the line through them. name: what it shows, in one word."""
+
+    name: str
+    title: str
+    xlabel: str
+    ylabel: str
+    points: list[tuple[float, float]]
+    drawn: Literal["points", "line"] = "points"
+
+    @classmethod
+    def of(
+        cls, name: str, title: str, axes: tuple[str, str], x_T: "np.ndarray", y_T: "np.ndarray", **more: Any
+    ) -> Self:
+        """Return the plot of these points. axes: names of x and y. more: `drawn`."""
+        points = list(zip(x_T.tolist(), y_T.tolist(), strict=True))
+        return cls(name=name, title=title, xlabel=axes[0], ylabel=axes[1], points=points, **more)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def test_what_a_run_shows(run: TrainedRun) -> None:
     report = run.report()
     assert report.text.startswith("Validation:  auc ")
     assert 'srcdoc="&lt;!doctype html&gt;' in report._repr_html_()
+    assert "What it predicts" in report.page()
 
 
 def test_runs_are_listed_newest_first(run: TrainedRun) -> None:

@@ -11,15 +11,16 @@ import torch
 from dphybrid.data import Prepared, batches
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
-from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig
 from dphybrid.recipes.kge.model import TripleModel
 from tests.commands import run_with
 from tests.preparing import prepare
 from tests.refusing import refused
 
+KINDS = ["distmult", "complex", "rotate", "transe"]
 
-def graph(folder: Path, num_entities: int = 16, num_triples: int = 70) -> Prepared:
+
+def graph(folder: Path, num_entities: int = 30, num_triples: int = 120, **values: object) -> Prepared:
     random = np.random.default_rng(0)
     triples = {
         (f"e{h}", f"r{r}", f"e{t}")
@@ -29,12 +30,12 @@ def graph(folder: Path, num_entities: int = 16, num_triples: int = 70) -> Prepar
     (folder / "graph").mkdir()
     for part, chosen in (("train", lines[::2]), ("valid", lines[1::4]), ("test", lines[3::4])):
         (folder / "graph" / f"{part}.txt").write_text("\n".join(chosen) + "\n")
-    config = KgeDataConfig(path=str(folder / "graph"), negatives=8)
+    config = KgeDataConfig(path=str(folder / "graph"), **{"negatives": 8} | values)  # type: ignore[arg-type]
     return prepare("kge", config, folder / "prepared", 0)
 
 
-def model_for(data: Prepared, devices: str = "cpu") -> TripleModel:
-    options = KgeModelConfig(dim=6, penalty=0.0, dtype="float64")
+def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
+    options = KgeModelConfig(kind=kind, dim=6, penalty=0.0, dtype="float64")  # type: ignore[arg-type]
     model = find_recipe("kge").new_model(ModelContext(resolve_devices(devices), data.info, options, 1))
     with torch.no_grad():  # fresh rows are so small that all their scores are equal
         model.entities.weight.mul_(200)
@@ -42,20 +43,28 @@ def model_for(data: Prepared, devices: str = "cpu") -> TripleModel:
     return model
 
 
-def naive_score(head: list[float], relation: list[float], tail: list[float]) -> float:
+def naive_score(kind: str, head: list[float], relation: list[float], tail: list[float]) -> float:
+    if kind == "distmult":
+        return sum(a * b * c for a, b, c in zip(head, relation, tail, strict=True))
+    if kind == "transe":
+        return -sum(abs(a + b - c) for a, b, c in zip(head, relation, tail, strict=True))
     half = len(head) // 2
     h, r, t = ([complex(row[i], row[half + i]) for i in range(half)] for row in (head, relation, tail))
-    return sum((a * b * c.conjugate()).real for a, b, c in zip(h, r, t, strict=True))
+    if kind == "complex":
+        return sum((a * b * c.conjugate()).real for a, b, c in zip(h, r, t, strict=True))
+    return -sum(abs(a * b / abs(b) - c) for a, b, c in zip(h, r, t, strict=True))
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize(("kind", "devices"), [("complex", "cpu"), *((kind, "cpu*3") for kind in KINDS)])
 def test_ranks_are_those_of_a_naive_reference(
-    devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # several blocks of entities, a short one last
-    monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 2 * 10 * 7)
+    monkeypatch.setattr(
+        "dphybrid.embedding.ranking.SCORES", 2 * 10 * 7 * (6 if kind in ("rotate", "transe") else 1)
+    )
     data = graph(tmp_path)
-    model = model_for(data, devices).eval()
+    model = model_for(data, kind, devices).eval()
     table = model.entities.weight.detach()
     table[3] = table[4]  # equal scores
     relations = model.region.module.relations.weight.tolist()
@@ -63,9 +72,9 @@ def test_ranks_are_those_of_a_naive_reference(
     known = {tuple(row) for part in ("train", "valid", "test") for row in arrays[f"{part}_triples"].tolist()}
 
     def rank_and_loss(asked: int, relation: int, answer: int, others: list[int]) -> tuple[float, float]:
-        own = naive_score(table[asked].tolist(), relations[relation], table[answer].tolist())
+        own = naive_score(kind, table[asked].tolist(), relations[relation], table[answer].tolist())
         row = table[asked].tolist()
-        scores = [naive_score(row, relations[relation], table[other].tolist()) for other in others]
+        scores = [naive_score(kind, row, relations[relation], table[other].tolist()) for other in others]
         equal = [abs(score - own) < 1e-12 for score in scores]
         above = sum(score > own and not same for score, same in zip(scores, equal, strict=True))
         return 1 + above + sum(equal) / 2, math.log(sum(math.exp(score - own) for score in [own, *scores]))
@@ -85,11 +94,12 @@ def test_ranks_are_those_of_a_naive_reference(
     assert torch.cat([o["loss"] for o in outputs]).tolist() == pytest.approx(expected_losses)
 
 
-def test_the_training_loss_is_a_softmax_on_any_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_loss_is_a_softmax_on_any_split(kind: str, tmp_path: Path) -> None:
     """Over the answer and the negatives, which stand for all other entities."""
     data = graph(tmp_path)
     (batch, *_) = batches(data.dataset("train"), 10, seed=0, epoch=0, shuffle=True)
-    one, three = model_for(data), model_for(data, "cpu*3")
+    one, three = model_for(data, kind), model_for(data, kind, "cpu*3")
     loss_B = one(batch)["loss"].detach()
     torch.testing.assert_close(loss_B, three(batch)["loss"].detach(), rtol=1e-12, atol=1e-12)
     table, relations = one.entities.weight.tolist(), one.region.module.relations.weight.tolist()
@@ -100,7 +110,7 @@ def test_the_training_loss_is_a_softmax_on_any_split(tmp_path: Path) -> None:
         expected = 0.0
         for asked, row, answer in ((head, relation, tail), (tail, relation + num_relations, head)):
             all_K = [answer, *(e for e in batch["negatives_K"].tolist() if e != answer)]
-            own, *scores = (naive_score(table[asked], relations[row], table[e]) for e in all_K)
+            own, *scores = (naive_score(kind, table[asked], relations[row], table[e]) for e in all_K)
             expected += math.log(1 + sum(math.exp(score + weight - own) for score in scores))
         assert loss == pytest.approx(expected)
 
@@ -140,6 +150,8 @@ def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) ->
     assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1
 
 
-def test_an_odd_width_is_refused() -> None:
-    with refused("model.dim = 7: must be a multiple of 2"):
-        build_config({"recipe": "kge", "model": {"dim": 7}})
+def test_wrong_options_are_told(tmp_path: Path) -> None:
+    data = graph(tmp_path)
+    options = KgeModelConfig(kind="complex", dim=7)
+    with refused("even"):
+        find_recipe("kge").new_model(ModelContext(resolve_devices("cpu"), data.info, options, 0))

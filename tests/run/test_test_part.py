@@ -14,6 +14,7 @@ from dphybrid.config import DataConfig
 from dphybrid.recipes.kge import KgeDataConfig
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.text import TextDataConfig
+from dphybrid.run.pages import MetricsPage
 from dphybrid.training import loop
 from tests.preparing import from_file, names_of, prepare
 from tests.refusing import refused
@@ -50,7 +51,13 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
     first, second = run.report().text.splitlines()[:2]
     assert first.startswith(f"Test:        auc {expected:.4f}, log_loss ")
     assert second == f"Validation:  auc {run.metrics['auc']:.4f}, log_loss {run.metrics['log_loss']:.4f}"
-    assert first in run.report().page()
+    page = run.report().page()
+    assert first in page
+    assert "What it predicts: test rows" in page
+    charts = MetricsPage.read(run.folder / "metrics.json").charts
+    (roc,) = charts
+    x, y = zip(*roc.points, strict=True)
+    assert np.trapezoid(y, x) == pytest.approx(expected, abs=0.01)  # of the test rows
     record = (run.folder / "record.jsonl").read_text()
     assert '"test/auc"' in record
     assert '"train/grad_norm"' in record

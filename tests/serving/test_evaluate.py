@@ -61,15 +61,24 @@ def test_metrics_are_those_of_the_predictions_and_lie_in_their_intervals(runs: d
         assert low < found.metrics[name] < high
     tiny = replace(found, metrics={"rmse": 0.00003}, intervals={"rmse": (0.00002, 0.00004)})
     assert tiny.text().splitlines()[2].split() == ["rmse", "3e-05", "2e-05", "4e-05"]
+    assert found.classes is not None
+    yes = found.classes.filter(pl.col("class") == "yes")
+    assert yes["precision"].item() == pytest.approx(metrics.precision_score(wanted_B, yes_B >= 0.5))
+    assert yes["f1"].item() == pytest.approx(metrics.f1_score(wanted_B, yes_B >= 0.5))
+
+    classes = runs["kind"].evaluate(held)
+    assert classes.classes is not None
     predicted = np.array(runs["kind"].predictor.classes)[runs["kind"].predict(held).argmax(1)]
-    accuracy = metrics.accuracy_score(held["kind"], predicted)
-    assert runs["kind"].evaluate(held).metrics["accuracy"] == pytest.approx(accuracy)
+    recalls = metrics.recall_score(held["kind"], predicted, average=None, labels=classes.classes["class"])
+    assert classes.classes["recall"].to_list() == pytest.approx(list(recalls))
+
     numbers = runs["amount"].evaluate(held)
     expected = metrics.root_mean_squared_error(held["amount"], runs["amount"].predict(held))
     assert numbers.metrics["rmse"] == pytest.approx(expected, rel=1e-5)
+    assert numbers.classes is None
 
 
-def test_files_are_evaluated_like_frames_without_their_unlabelled_rows(
+def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
     runs: dict[str, TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = table(300, 2)
@@ -103,10 +112,13 @@ def test_what_cannot_be_evaluated_is_named(runs: dict[str, TrainedRun]) -> None:
 DOCUMENTS = [f"some words about number {i % 5} and more.\n\n" for i in range(90)]
 
 
-def test_a_later_file_is_measured_as_the_test_part_is(data_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [{}, {"tokens": "bpe", "vocabulary": 300}])
+def test_a_later_file_is_measured_as_the_test_part_is(
+    values: dict[str, Any], data_dir: Path, tmp_path: Path
+) -> None:
     (tmp_path / "own.txt").write_text("".join(DOCUMENTS[10:]))
     (tmp_path / "later.txt").write_text("".join(DOCUMENTS[:10]))
-    given: dict[str, Any] = {"recipe": "text", "window": 8, "epochs": 1, "devices": "cpu", "quiet": True}
+    given = {"recipe": "text", "window": 8, "epochs": 1, "devices": "cpu", "quiet": True} | values
     path, test = str(tmp_path / "own.txt"), str(tmp_path / "later.txt")
     run = dphybrid.train(path, test=test, run_name="text", tracking="none", **given)
     found = run.evaluate(tmp_path / "later.txt")

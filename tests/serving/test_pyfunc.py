@@ -36,6 +36,8 @@ def test_a_frame_is_scored_and_the_model_kept(
     expected = dphybrid.load("clicks").predict({"site": ["s7", "new", None], "age": [3, 49, 12]})
     assert np.array_equal(found, expected)
     assert np.array_equal(model.predict(frame), found)
+    classes = model.predict(frame, params={"classes": True})
+    assert classes.tolist() == dphybrid.load("clicks").predict_classes(frame).tolist()
     for lacking in (frame[["site"]], {"site": ["s7"]}):
         with pytest.raises(MlflowException, match="'?age'?"):
             model.predict(lacking)

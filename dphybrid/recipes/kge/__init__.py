@@ -1,7 +1,7 @@
 """Recipe kge: knowledge-graph embeddings, which complete triples (head, relation, tail)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -41,10 +41,12 @@ class KgeDataConfig(DelimitedFiles):
 
 
 class KgeModelConfig(ModelConfig):
-    """The sizes of ComplEx."""
+    """The scoring function and its size."""
 
-    dim: int = Field(default=128, ge=2, le=65536, multiple_of=2)
-    """Width of an entity's row, whose halves are the real and imaginary parts of complex numbers."""
+    kind: Literal["complex", "distmult", "rotate", "transe"] = "complex"
+    """Scoring function: ComplEx, DistMult, RotatE or TransE (L1 distance)."""
+    dim: int = Field(default=128, ge=1, le=65536)
+    """Width of an entity's row."""
     penalty: float = Field(default=0.3, ge=0.0)
     """Weight of the cubed moduli of a triple's rows (N3, Lacroix et al. 2018), divided by the square root of
     the training triples per entity: with fewer triples an entity overfits sooner and needs more of it."""
@@ -54,7 +56,7 @@ class Kge(Recipe):
     """Knowledge-graph embeddings."""
 
     name = "kge"
-    summary = "Triples of a knowledge graph: ComplEx over a table of entities."
+    summary = "Triples of a knowledge graph: ComplEx, DistMult or RotatE over a table of entities."
     data = KgeDataConfig
     model = KgeModelConfig
     one_process = True

@@ -174,6 +174,7 @@ class Recommender:
         out: str | Path,
         on_progress: Callable[[str, int, int], None] | None = None,
         keep: Sequence[str] = (),
+        threshold: float | None = None,
         top: int = 10,
         **values: object,
     ) -> _Recommended:
@@ -181,13 +182,14 @@ class Recommender:
         .parquet or .csv file.
 
         values: fields of the config's data section, if the new files have another format (user, header,
-        delimiter, ...). keep: for recipes that score rows; refused here. Raises UserError for files without
-        the column of users and then leaves no file at `out`. OUT.rejected.jsonl lists the rows that cannot be
-        read, with the reason.
+        delimiter, ...). keep, threshold: for recipes that score rows; refused here. Raises UserError for
+        files without the column of users and then leaves no file at `out`. OUT.rejected.jsonl lists the rows
+        that cannot be read, with the reason.
         """
-        if keep:
+        if keep or threshold is not None:
             raise UserError(
-                "--keep: only for recipes that score rows; recommendations have user, rank, item and score"
+                "--keep, --threshold: only for recipes that score rows; recommendations have user, rank, "
+                "item and score"
             )
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items per user")
