@@ -112,7 +112,9 @@ def run_ranks(
     # Ranks exchange addresses through files there, so no other user may write into it.
     logs = folder / "ranks"
     logs.mkdir(exist_ok=True)
-    logs.chmod(0o700)  # refused for another user's
+    if logs.is_symlink() or logs.stat().st_uid != os.getuid():
+        raise UserError(f"{logs}: is a link or another user's; remove it: only this user may enter it")
+    logs.chmod(0o700)
     for old in [*logs.glob("*.store"), _stop_file(folder)]:
         old.unlink(missing_ok=True)
     meeting = ["--nnodes=1", f"--nproc-per-node={count}", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]

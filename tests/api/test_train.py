@@ -182,7 +182,7 @@ def test_what_is_no_table_is_refused(data: Any, message: str, data_dir: Path) ->
     assert not list(data_dir.glob("frames/*"))
 
 
-def test_names_of_pandas_columns_may_be_numbers_and_values_are_of_one_type() -> None:
+def test_pandas_columns_may_have_numbers_for_names() -> None:
     given = pandas.DataFrame({0: ["a", "b", None], "when": pandas.to_datetime(["2026-01-02"] * 3)})
     frame = as_frame(given, "data")
     assert frame.columns == ["0", "when"]

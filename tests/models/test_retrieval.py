@@ -254,7 +254,7 @@ def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_p
     assert pl.read_parquet(tmp_path / "top.parquet").equals(frame)
     assert run.predict({"user": ["u1", "nobody"]}).head(3).equals(frame.head(3))
     for more, words in (
-        (["--keep", "age"], "--keep: only for recipes that score rows"),
+        (["--keep", "age"], "--keep, --threshold: only for recipes that score rows"),
         (["--top", "0"], "--top: is given 2 times; give it once"),
     ):
         assert words in command(*predict, "--out", str(tmp_path / "no.csv"), *more, ends=2)

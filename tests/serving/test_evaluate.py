@@ -78,7 +78,7 @@ def test_metrics_are_those_of_the_predictions_and_lie_in_their_intervals(runs: d
     assert numbers.classes is None
 
 
-def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
+def test_a_file_is_evaluated_like_a_frame_without_unlabelled_rows(
     runs: dict[str, TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = table(300, 2)
