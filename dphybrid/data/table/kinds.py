@@ -129,8 +129,7 @@ class Column(Section):
         another type. cells: of `values.with_gaps`, or of a file."""
         if self.role == "bag":
             return items_of(with_gaps(cells, None), self.separator).list.head(self.max_items)
-        values = typed(cells, self.form)
-        return values.cast(pl.String) if self.role == "categorical" else values
+        return typed(cells, self.form)
 
     def fitted(self, train: pl.Series, data: TableDataConfig) -> Self:
         """Return the column fitted to the values of the training rows."""
@@ -139,8 +138,9 @@ class Column(Section):
             values = self._items(train)[1] if self.role == "bag" else train
             counts = values.drop_nulls().rename("value").value_counts(name="rows")
             counts = counts.filter(pl.col("rows") >= data.min_count)
-            if self.role == "whole":
-                counts = counts.with_columns(as_names(counts["value"], Form(type="whole"))).drop_nulls()
+            # Counted before they are texts: whole numbers take half of the time and memory.
+            form = Form(type="whole") if self.role == "whole" else self.form
+            counts = counts.with_columns(as_names(counts["value"], form)).drop_nulls()
             # Ties are broken by the text, as the order of groups depends on threads.
             learned = counts.sort(["rows", "value"], descending=[True, False])["value"]
         return self._with(learned=learned, scales=tuple(scales))
@@ -255,7 +255,9 @@ def encoded(
             rows = slice(place * size, (place + 1) * size)
             read[number] = missing[rows], values[rows], [part[rows] for part in parts]
     texts = {n: c for n, c in enumerate(columns) if c.role == "categorical"}
-    frame = pl.DataFrame([read[number][1].alias(column.name) for number, column in texts.items()])
+    frame = pl.DataFrame(
+        [read[number][1].cast(pl.String).alias(column.name) for number, column in texts.items()]
+    )
     places = dict(zip(texts, frame.select(c._codes for c in texts.values()), strict=True))
     found = []
     for number, column in enumerate(columns):
