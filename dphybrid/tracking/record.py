@@ -11,6 +11,7 @@ arrived.
 
 import errno
 import json
+import mmap
 import os
 import threading
 import time
@@ -76,8 +77,12 @@ class RecordFile:
     def _opened(self) -> int:
         if self._handle is None:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
-            # A last line without its newline is of a killed process, and no reader has seen it.
-            os.ftruncate(handle, self.path.read_bytes().rfind(b"\n") + 1)
+            # A last line without its newline is of a killed process, and no reader has seen it. Mapped: only
+            # the end of a long record is read.
+            if os.fstat(handle).st_size:
+                with mmap.mmap(handle, 0, access=mmap.ACCESS_READ) as lines:
+                    end = lines.rfind(b"\n") + 1
+                os.ftruncate(handle, end)
             self._handle = handle
         return self._handle
 
