@@ -41,7 +41,7 @@ class RowsPredictor:
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return the recipe's predictions, computed for `batch_size` rows at a time. rows: a frame (polars,
-        pandas, Arrow) or a dict of columns. Raises UserError as `predict` does."""
+        pandas, Arrow), a dict of columns or a list of records. Raises UserError as `predict` does."""
         frame = as_frame(rows, "the rows").lazy().collect()
         # An empty frame has no slices; predict it as it is, so that the result has the right columns.
         return pl.concat(map(self._predicted, frame.iter_slices(self.batch_size) if len(frame) else [frame]))

@@ -57,13 +57,13 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
             kinds = [field.name for field in fields if str(field.type).startswith("dictionary<")]
             return frame.with_columns(by_name(*kinds).cast(pl.String).cast(pl.Categorical))
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
-            names = dict.fromkeys(chain.from_iterable(data))
-            data = {name: [row.get(name) for row in data] for name in names}
+            data = {n: [row.get(n) for row in data] for n in dict.fromkeys(chain.from_iterable(data))}
         if isinstance(data, Mapping):
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
-    except (pl.exceptions.PolarsError, ArithmeticError, ImportError, NotImplementedError, TypeError) as error:
-        raise UserError(f"{where}: {error}") from error
-    except ValueError as error:  # of pyarrow, with the column as its second argument
+    except ImportError as error:
+        raise UserError(f"{where}: pandas frames are read by pyarrow: pip install pyarrow") from error
+    except (pl.exceptions.PolarsError, ArithmeticError, NotImplementedError, TypeError, ValueError) as error:
+        # Of pyarrow, with the column as its second argument.
         raise UserError(f"{where}: {'; '.join(map(str, error.args))}") from error
     raise UserError(
         f"{where}: is {type_text(data)}; give a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow "
