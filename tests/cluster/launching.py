@@ -33,6 +33,7 @@ BASE = [
     "train.epochs=3",
     "train.batch_size=50",
     "train.patience=0",
+    "checkpoint.full_every=1",
     "train.lr=0.01",
     "table.optimizer=adagrad",
     "table.lr=0.1",
