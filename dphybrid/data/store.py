@@ -11,11 +11,12 @@ import os
 import shutil
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, ClassVar, Protocol
@@ -40,6 +41,8 @@ PARTS = {"train": "to train", "valid": "to validate", "test": "to test"}
 """The parts of prepared data, each with what its rows are for."""
 _REMEDY = "delete the folder and run the preparation again"
 
+_BLOCK_ROWS = 2**16
+"""Rows of an array that are written at a time."""
 THREADS = min(4, os.cpu_count() or 1)
 """Number of threads that digest files."""
 
@@ -147,29 +150,23 @@ class Prepared:
         return ArrayDataset({name: self.arrays[name] for name in self.manifest.batch_arrays}, rows)
 
 
-_Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-"""Shape and type of arrays by name."""
-
-
 @dataclass(frozen=True)
 class Content:
     """What a source was encoded to: arrays to save, facts for models, lines for people, rejected rows.
 
     Attributes:
+        arrays: Of numpy, or a `SideBySide`, which may be larger than memory.
         save: Writes more files into the folder.
-        shapes, blocks: Arrays too large for memory, all of which come together in blocks along dim 0.
         extra: The manifest's source_digest, base, split and facts.
     """
 
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, Any]
     info: Mapping[str, object]
     description: list[str]
     batch_arrays: tuple[str, ...] = ()
     extra: Mapping[str, object] = field(default_factory=dict)
     rejected: Sequence[Mapping[str, object]] = ()
     save: Callable[[Path], None] | None = None
-    shapes: _Shapes = field(default_factory=dict)
-    blocks: Callable[[], Iterable[Mapping[str, Array]]] = tuple
 
 
 class Source(Protocol):
@@ -269,12 +266,10 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
 
 
 def _write(partial: Path, content: Content, digest: str) -> Manifest:
-    shapes = {name: (array.shape, array.dtype) for name, array in content.arrays.items()}
-    arrays = _save_blocks(partial, shapes, [content.arrays])
-    arrays |= _save_blocks(partial, content.shapes, content.blocks())
+    arrays = {name: _save(partial / f"{name}.npy", array) for name, array in content.arrays.items()}
     if content.save:
         content.save(partial)
-    # Before the files are listed below: the arrays' blocks were read from it until here.
+    # Before the files are listed below: the arrays were read from it until here.
     shutil.rmtree(partial / "scratch")
     num_rejected, description = len(content.rejected), content.description
     with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as stream:
@@ -302,36 +297,21 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     return manifest
 
 
-def _save_blocks(
-    folder: Path, shapes: _Shapes, blocks: Iterable[Mapping[str, Array]]
-) -> dict[str, _ArrayFacts]:
-    """Write arrays as .npy files, block by block; return the facts about them."""
-    files = {name: folder / f"{name}.npy" for name in shapes}
-    sums = dict.fromkeys(files, 0)
-    with ExitStack() as opened:
-        streams = {name: opened.enter_context(file.open("wb")) for name, file in files.items()}
-
-        def write(name: str, chunk: memoryview | bytes) -> None:
-            with naming(files[name]):
-                sums[name] = zlib.crc32(chunk, sums[name])
-                streams[name].write(chunk)
-
-        for name, (shape, dtype) in shapes.items():
-            head = io.BytesIO()
-            descr = np.lib.format.dtype_to_descr(dtype)
-            facts = {"descr": descr, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(head, facts)
-            write(name, head.getvalue())
+def _save(file: Path, array: Any) -> _ArrayFacts:
+    """Write an array as .npy, block by block; return the facts about it."""
+    head, crc32 = io.BytesIO(), 0
+    form = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    np.lib.format.write_array_header_1_0(head, form)
+    starts = range(0, array.shape[0], _BLOCK_ROWS)
+    blocks = (np.ascontiguousarray(array[start : start + _BLOCK_ROWS]) for start in starts)
+    with naming(file), file.open("wb") as stream:
         # Checksums are computed while writing, so that no array has to be read again.
-        for block in blocks:
-            for name, (_, dtype) in shapes.items():
-                write(name, np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data)
-    found = {}
-    for name, (shape, dtype) in shapes.items():
-        sync(files[name])
-        size = files[name].stat().st_size
-        found[name] = _ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, crc32=f"{sums[name]:08x}")
-    return found
+        for chunk in chain([head.getbuffer()], (block.reshape(-1).view(np.uint8).data for block in blocks)):
+            crc32 = zlib.crc32(chunk, crc32)
+            stream.write(chunk)
+    sync(file)
+    size = file.stat().st_size
+    return _ArrayFacts(shape=array.shape, dtype=str(array.dtype), bytes=size, crc32=f"{crc32:08x}")
 
 
 @contextmanager

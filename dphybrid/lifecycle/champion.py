@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, verify_prepared
-from dphybrid.data.foreign import check_memory
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.recipes.configs import stored_config
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, read_run, retrainings
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.trainer import fill_from
+from dphybrid.serving.load import check_memory
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import noted_store, store_to_write

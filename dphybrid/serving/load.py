@@ -6,7 +6,7 @@ from torch import nn
 
 from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.data.foreign import check_memory, misread
+from dphybrid.data.foreign import misread
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config
@@ -20,6 +20,11 @@ from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.util.digests import inside
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path
+
+_MOST_BYTES, _MOST_TIMES = 2**26, 100
+"""What a Parquet file may need in memory: so much, or so many times its own size."""
+_VIEW_BYTES = 16
+"""What polars needs for each text besides its letters, which equal texts share."""
 
 
 def model_from_checkpoint(
@@ -45,6 +50,26 @@ def model_from_checkpoint(
         model = find_recipe(config.recipe).new_model(ModelContext.of(config, state.info, resolved))
     load_weights(Path(folder), model, mapped)
     return model.eval()
+
+
+def check_memory(folder: Path) -> None:
+    """Raise UserError if a Parquet file in the `encoder` folder of a checkpoint needs far more memory than
+    room on the disk, as no real one does. By their footers, which a forger may have changed, too."""
+    import duckdb
+
+    sizes = "SELECT sum(num_values), sum(total_uncompressed_size) FROM parquet_metadata(?)"
+    for file in sorted((folder / "encoder").rglob("*.parquet")):
+        try:
+            with duckdb.connect(":memory:") as database:
+                values, unpacked = database.execute(sizes, [str(file)]).fetchone() or (0, 0)
+        except duckdb.Error as error:
+            raise UserError(f"{file}: cannot be read ({error}); use another checkpoint") from error
+        needed, size = (values or 0) * _VIEW_BYTES + (unpacked or 0), file.stat().st_size
+        if needed > max(_MOST_BYTES, size * _MOST_TIMES):
+            raise UserError(
+                f"{file}: needs {needed >> 20:,} MiB in memory, {needed // size:,} times its size, as no "
+                "vocabulary does; use another checkpoint"
+            )
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:

@@ -100,33 +100,30 @@ class Encoder:
         frame: pl.DataFrame,
         no_value: Collection[str] | None = None,
         unknown: Unknown | None = None,
-        longest: int = 1,
     ) -> dict[str, Array]:
         """Return the arrays of the rows of a frame of any container.
 
         no_value: texts that mean no value; None for rows of files, see `values.with_gaps`. unknown: gets the
-        counts of unknown values. longest: least width of the bags' array.
+        counts of unknown values.
         """
-        dense, ids, bags = list[Array](), list[Array](), list[Array]()
+        inputs = list[list[Array]]()
         cells = [frame.get_column(name).alias("") for name in self.names]
         for column, found in zip(self.columns, encoded(self.columns, cells, no_value), strict=True):
             if unknown is not None:
                 unknown.add(column, found)
-            for scale, numbers_B in zip(column.scales, found.numbers, strict=True):
-                # "No value" needs a separate input, as it is standardized to 0, like the mean.
-                dense.append(scale.standardized(numbers_B))
-                dense += [np.isnan(numbers_B)] if scale.indicator else []
-            if column.has_ids:
-                (bags if column.role == "bag" else ids).append(found.ids)
-        ids = ids or [np.zeros(len(frame), np.int32)] * (not bags)
-        arrays = {
-            "ids_BF": _side_by_side(ids, len(frame), np.int32),
-            "dense_BN": _side_by_side(dense, len(frame), np.float32),
-        }
-        if bags:
-            width = max(longest, *(ids_BL.shape[1] for ids_BL in bags))
-            arrays["bags_BFL"] = np.stack([padded(ids_BL, width) for ids_BL in bags], axis=1)
-        return arrays
+            inputs.append(column.inputs(found))
+        return {name: array[:] for name, array in self.arrays(inputs, len(frame)).items()}
+
+    def arrays(self, inputs: Sequence[Sequence[Array]], num_rows: int) -> "dict[str, SideBySide]":
+        """Return the arrays of rows. inputs: `Column.inputs` of each column."""
+        dense, ids, bags = list[Array](), list[Array](), list[Array]()
+        for column, given in zip(self.columns, inputs, strict=True):
+            dense += given[: column.num_dense]
+            (bags if column.role == "bag" else ids).extend(given[column.num_dense :])
+        ids = ids or [np.zeros(num_rows, np.int32)] * (not bags)
+        found = {"ids_BF": SideBySide(ids, num_rows, np.int32)}
+        found["dense_BN"] = SideBySide(dense, num_rows, np.float32)
+        return found | ({"bags_BFL": SideBySide(bags, num_rows, np.int32)} if bags else {})
 
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
@@ -158,21 +155,31 @@ class Encoder:
             return cls(tuple(columns), Label.of(page))
 
 
-def padded(ids: Array, width: int) -> Array:
-    """Return ids of bags (..., L) as (..., width)."""
-    missing = [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])]
+class SideBySide:
+    """Columns (B,) as one array (B, F), or columns (B, L) as (B, F, L), made when its rows are read: it may
+    be larger than memory."""
+
+    def __init__(self, columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> None:
+        self.columns, self.dtype = columns, np.dtype(dtype)
+        self.shape = (num_rows, len(columns), *max((column.shape[1:] for column in columns), default=()))
+
+    def __getitem__(self, rows: slice) -> Array:
+        first, stop, _ = rows.indices(self.shape[0])
+        out = np.empty((stop - first, *self.shape[1:]), self.dtype)
+        # Blocks of rows that fit into a core's cache: `np.stack` takes far longer.
+        for start in range(0, len(out), 2**13):
+            for position, column in enumerate(self.columns):
+                block = column[first + start : min(first + start + 2**13, stop)]
+                out[start : start + 2**13, position] = padded(block, *self.shape[2:])
+        return out
+
+
+def padded(ids: Array, *width: int) -> Array:
+    """Return ids of bags (..., L) as (..., width); without a width as they are."""
+    if not width or width[0] == ids.shape[-1]:
+        return ids
+    missing = [(0, 0)] * (ids.ndim - 1) + [(0, width[0] - ids.shape[-1])]
     return np.pad(ids, missing, constant_values=PADDING_ID)
-
-
-def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
-    """Return columns (B,) as one array (B, F)."""
-    # Blocks of rows that fit into a core's cache: `np.stack` takes far longer.
-    out_BF: Array = np.empty((num_rows, len(columns)), dtype)
-    for start in range(0, num_rows, 2**13):
-        rows = slice(start, start + 2**13)
-        for position, column_B in enumerate(columns):
-            out_BF[rows, position] = column_B[rows]
-    return out_BF
 
 
 def open_base(path: Path) -> tuple[Prepared, Encoder]:

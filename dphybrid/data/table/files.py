@@ -222,7 +222,7 @@ def read_rows(
             parts = [_read_arrow(file, kind) for file in files]
     texts = string().str.strip_chars()
     for part in parts:
-        frame = part.frame.with_columns(pl.when(~texts.is_in(["", *data.no_value])).then(texts))
+        frame = part.frame.with_columns(texts.replace(["", *data.no_value], None))
         part.frame = frame.collect().lazy() if part.small else frame
     frame, notes = _one_table(parts)
     rejected = [row for part in parts for row in part.rejected]

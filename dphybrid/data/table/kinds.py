@@ -136,8 +136,9 @@ class Column(Section):
         learned, scales = self.learned, map(fit_scale, self.numbers(sample_of(train)))
         if self.has_ids:
             values = self._items(train)[1] if self.role == "bag" else train
-            counts = values.drop_nulls().rename("value").value_counts(name="rows")
-            counts = counts.filter(pl.col("rows") >= data.min_count)
+            each = values.drop_nulls().to_frame("value").lazy().group_by("value").agg(pl.len().alias("rows"))
+            # Streaming, which keeps no lists of the rows of each value.
+            counts = each.filter(pl.col("rows") >= data.min_count).collect(engine="streaming")
             # Counted before they are texts: whole numbers take half of the time and memory.
             form = Form(type="whole") if self.role == "whole" else self.form
             counts = counts.with_columns(as_names(counts["value"], form)).drop_nulls()
@@ -151,7 +152,7 @@ class Column(Section):
         if not self.has_ids:
             filled = int((~found.missing).sum())
             return filled, filled - found.values.count()
-        return int((found.ids > MISSING_ID).sum()), int((found.ids == UNKNOWN_ID).sum())
+        return filled_and_unknown(found.ids)
 
     def numbers(self, values: pl.Series) -> list[Array]:
         """Return the numbers (B,) that the values give, nan for no value."""
@@ -161,6 +162,20 @@ class Column(Section):
             return []
         parts = (values.dt.hour(), values.dt.weekday(), values.dt.date().cast(pl.Int32))
         return [part.cast(pl.Float64).fill_null(np.nan).to_numpy() for part in parts]
+
+    @property
+    def num_dense(self) -> int:
+        """Number of its inputs that are numbers, or flags of missing ones."""
+        return sum(1 + scale.indicator for scale in self.scales)
+
+    def inputs(self, found: Encoded) -> list[Array]:
+        """Return what a model gets: `num_dense` arrays (B,), then the ids, if it has any."""
+        arrays = list[Array]()
+        for scale, numbers_B in zip(self.scales, found.numbers, strict=True):
+            # "No value" needs a separate input, as it is standardized to 0, like the mean.
+            arrays.append(scale.standardized(numbers_B).astype(np.float32))
+            arrays += [np.isnan(numbers_B).astype(np.float32)] if scale.indicator else []
+        return [*arrays, found.ids] if self.has_ids else arrays
 
     def ids(self, place_B: Array, missing_B: Array) -> Array:
         """Return the ids (B,) of cells, or of items. A cell that is not missing and has no value, such as 7.5
@@ -271,6 +286,11 @@ def encoded(
             ids = column.ids(places[number].to_numpy(), missing)
         found.append(Encoded(missing, values, parts, ids))
     return found
+
+
+def filled_and_unknown(ids: Array) -> tuple[int, int]:
+    """Return how many ids are of values, and how many of these training does not know."""
+    return int((ids > MISSING_ID).sum()), int((ids == UNKNOWN_ID).sum())
 
 
 def sample_of(cells: pl.Series) -> pl.Series:

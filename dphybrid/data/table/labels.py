@@ -27,6 +27,8 @@ _FEW_NUMBERS = 20
 """Maximum number of different whole numbers that are taken for classes."""
 _FEW_OTHERS = 0.05
 """Largest share of other texts among numbers that is taken for mistakes."""
+_BLOCK = 2**20
+"""Cells that are read at a time, to limit memory."""
 _SMALL_NUMBER = 99
 """Largest absolute value of whole numbers that are taken for classes."""
 
@@ -75,16 +77,20 @@ class Label(Section):
             return f"{len(self.classes)} classes, {shown}"
         return f"mean {self.offset:.6g}, standard deviation {self.scale:.6g} in training"
 
-    def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
-        """Return the label with the offset and scale of the training rows, if it is a number."""
+    def fitted(self, values_B: Array, weights_B: Array | None, train_B: Array) -> Self:
+        """Return the label with the offset and scale of the training rows (a mask), if it is a number."""
         if self.task != "regression":
             return self
-        mean, std = mean_and_std(train_B, weights_B)
+        mean, std = mean_and_std(values_B[train_B], None if weights_B is None else weights_B[train_B])
         return self.model_copy(update={"offset": mean, "scale": std})
 
     def read(self, cells: pl.Series, no_value: Sequence[str] | None = None) -> Array:
         """Return the numbers, or the numbers of the classes (B,), of cells of any container; nan for no
         value. Raises UserError that names a cell that is neither."""
+        blocks = (block.to_series() for block in cells.to_frame().iter_slices(_BLOCK))
+        return np.concatenate([np.empty(0), *(self._read(block, no_value) for block in blocks)])
+
+    def _read(self, cells: pl.Series, no_value: Sequence[str] | None) -> Array:
         filled_B = with_gaps(cells, no_value, self.form).is_not_null()
         numbers, wanted = typed(cells, self.form, no_value), "a number"
         if self.classes:
@@ -100,7 +106,8 @@ class Label(Section):
 
     def encoded(self, values_B: Array) -> Array:
         """Return the targets (B,) float32 of models. values_B: numbers, or class numbers."""
-        return ((values_B - self.offset) / self.scale).astype(np.float32)
+        scaled_B = values_B if self.classes else (values_B - self.offset) / self.scale
+        return scaled_B.astype(np.float32)
 
     def facts(self) -> dict[str, object]:
         """Return the label in the form of JSON, for the facts about prepared data."""
@@ -115,36 +122,38 @@ class Label(Section):
 def label_of(name: str, cells: pl.Series, data: TableDataConfig) -> Label:
     """Return the label of a column, given its cells of all rows as the reader typed them. Raises UserError if
     `data.task` does not fit the values, or if there are fewer than two."""
-    form = Form(none=none_of(data.missing))
-    form = form_as("categorical", with_gaps(cells, None).drop_nulls(), form)
-    known = with_gaps(cells, None, form).drop_nulls()
+    cells = with_gaps(cells, None)
+    known = cells.unique(maintain_order=True)
+    form = form_as("categorical", known.drop_nulls(), Form(none=none_of(data.missing)))
+    known = with_gaps(known, None, form).drop_nulls()
     distinct = typed(known, form).unique().sort()
-    classes = distinct.cast(pl.String).to_list()
     is_number = data.task == "regression"
     if data.task == "auto" and type_of(cells.dtype) in ("number", "whole"):
         is_number = _are_too_many(distinct)
     odd = known.filter(typed(known, Form(type="number")).is_null())
-    are_slips = data.task == "auto" and len(odd) <= _FEW_OTHERS * len(known) and len(classes) > _FEW_NUMBERS
-    if len(odd) and (is_number or are_slips):
+    if len(odd) and data.task == "auto" and len(distinct) > _FEW_NUMBERS:  # are they slips?
+        is_number |= bool(cells.is_in(odd.implode()).sum() <= _FEW_OTHERS * cells.count())
+    if len(odd) and is_number:
         raise UserError(
             f"data.label={data.label}: column {name!r} holds {odd[0]!r}, which is not a number; correct "
             "it, list it in data.missing (which leaves its rows out), or give data.task=multiclass"
         )
-    shown = ", ".join(map(repr, sorted(classes)[:6])) + ", ..." * (len(classes) > 6)
-    if len(classes) < 2 or (data.task == "binary" and len(classes) != 2):
-        other = "" if len(classes) < 2 else ", or give another data.task"
+    shown = ", ".join(map(repr, distinct.head(6).cast(pl.String))) + ", ..." * (len(distinct) > 6)
+    if len(distinct) < 2 or (data.task == "binary" and len(distinct) != 2):
+        other = "" if len(distinct) < 2 else ", or give another data.task"
         raise UserError(
             f"data.label={data.label}: needs two different values, but column {name!r} has "
-            f"{len(classes):,}: {shown} ({data.path}); name another column{other}"
+            f"{len(distinct):,}: {shown} ({data.path}); name another column{other}"
         )
     if is_number:
         return Label(task="regression", name=name, form=form.model_copy(update={"type": "number"}))
-    if len(classes) > _MAX_CLASSES:
+    if len(distinct) > _MAX_CLASSES:
         raise UserError(
-            f"data.label={data.label}: column {name!r} has {len(classes):,} different values, such as "
+            f"data.label={data.label}: column {name!r} has {len(distinct):,} different values, such as "
             f"{shown}, but at most {_MAX_CLASSES:,} classes are supported ({data.path}); name another "
             "column, or merge rare values"
         )
+    classes = distinct.cast(pl.String).to_list()
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in _POSITIVE and classes[1].lower() not in _POSITIVE:
         classes.reverse()

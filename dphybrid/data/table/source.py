@@ -7,7 +7,7 @@ large the input is. Letters: B rows.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +17,9 @@ import polars as pl
 from dphybrid.config.tables import ROLE_FIELDS, TableDataConfig, bag_of
 from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source, reading_files
-from dphybrid.data.table.encoder import Encoder, open_base
+from dphybrid.data.table.encoder import Encoder, open_base, padded
 from dphybrid.data.table.files import Rows, find_parts, folder_values, names_of, read_rows
-from dphybrid.data.table.kinds import Column, column_of, encoded
+from dphybrid.data.table.kinds import Column, column_of, encoded, filled_and_unknown
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
@@ -29,8 +29,8 @@ from dphybrid.util.files import given_path
 from dphybrid.util.text import aligned
 
 _PARTS = {"train": TRAIN, "valid": VALID, "test": TEST}
-_UNSEEN_ROWS = 2**16
-"""Maximum number of validation rows, evenly spaced, among which unknown values are counted."""
+_BLOCK = 2**20
+"""Cells of a column that are encoded at a time."""
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
 
@@ -38,12 +38,13 @@ _UNSEEN_SHOWN = 0.0005
 @dataclass(frozen=True)
 class _Fitted:
     """A column fitted to the training rows, why it has its kind, a few of its values, and the number of items
-    of the longest cell of a bag."""
+    of the longest cell of a bag; and the inputs (B,) or (B, L) that all rows give, in files."""
 
     column: Column
     reason: str
     samples: list[str]
     longest: int = 1
+    inputs: Sequence[Array] = ()
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,11 @@ class TableSource(Source):
         rows, label, answers_B, weights_B = self._labelled(every, columns)
         files = ((TRAIN, self.read_files), (VALID, self.held_files), (TEST, self.test_files))
         sizes = [part.size for part in rows.parts]
-        part_B = np.repeat([part for part, some in files for _ in some], sizes)[rows.kept_B]
+        of_files = np.array([part for part, some in files for _ in some], np.int8)
+        part_B = np.repeat(of_files, sizes)[rows.kept_B]
         # Files for validation and test decide nothing about a column.
         num_own = int((part_B == TRAIN).sum())
-        classes_B = label.encoded(answers_B) if label.classes else np.zeros(len(rows))
+        classes_B = label.encoded(answers_B) if label.classes else np.zeros(len(rows), np.int8)
         by = columns.get("split_column")
         column = _single_values(rows, by, "split_column") if by else None
         part_B, split_text = split_rows(data, self.seed, part_B, classes_B, column)
@@ -129,7 +131,7 @@ class TableSource(Source):
             # Old and new rows are compared in the earlier encoding, in which the base's arrays are stored.
             base, earlier = self.base
             rows = _with_columns(rows, earlier, taken, data)
-            blocks = _blocks(rows, earlier, label.encoded(answers_B))
+            blocks = _earlier_blocks(rows, earlier, label.encoded(answers_B))
             keys = key_texts(column) if column is not None and data.split == "key" else None
             longest = max((bag.max_items for bag in earlier.bags), default=1)
             part_B, text, parts["new_rows"] = extended_split(part_B, base, longest, blocks, keys)
@@ -137,22 +139,21 @@ class TableSource(Source):
         else:
             if label.task == "binary":
                 _check_both_classes(label, classes_B, part_B)
-            train_B = part_B == TRAIN
-            label = label.fitted(answers_B[train_B], None if weights_B is None else weights_B[train_B])
-        for name, part in _PARTS.items():
-            if len(rows_P := np.flatnonzero(part_B == part)):
-                parts[f"{name}_rows"] = rows_P
-        fitted = self._fitted(rows, taken, num_own, part_B, progress)
-        used = [each.column for each in fitted if each.column.role != "ignore"]
-        encoder = Encoder(tuple(sorted(used, key=lambda column: column.order)), label)
+            label = label.fitted(answers_B, weights_B, part_B == TRAIN)
+        arrays = {"labels_B": label.encoded(answers_B)}
+        arrays |= {} if weights_B is None else {"weights_B": weights_B}
+        del answers_B, classes_B, weights_B  # each as large as a column
+        fitted = self._fitted(rows, taken, num_own, part_B, progress, scratch)
+        encoder = Encoder(tuple(one.column for one in _used(fitted)), label)
         if not encoder.columns:
             why = "".join(f"; {one.column.name}: {one.reason}" for one in fitted if ";" in one.reason)
             raise UserError(
                 f"data.path={data.path}: no column is left to learn from; ignore fewer columns, or check "
                 f"data.delimiter{why}"
             )
-        arrays = {"labels_B": label.encoded(answers_B)}
-        arrays |= {} if weights_B is None else {"weights_B": weights_B}
+        for name, part in _PARTS.items():
+            if len(rows_P := np.flatnonzero(part_B == part)):
+                parts[f"{name}_rows"] = rows_P
         return self._content(rows, fitted, encoder, split_text, arrays, parts)
 
     def _labelled(self, rows: Rows, columns: Mapping[str, str]) -> tuple[Rows, Label, Array, Array | None]:
@@ -175,17 +176,22 @@ class TableSource(Source):
         return replace(rows, kept_B=keep_B, notes=notes), label, answers_B[keep_B], weights_B
 
     def _fitted(
-        self, rows: Rows, taken: Mapping[str, str], num_own: int, part_B: Array, progress: Progress
+        self,
+        rows: Rows,
+        taken: Mapping[str, str],
+        num_own: int,
+        part_B: Array,
+        progress: Progress,
+        scratch: Path,
     ) -> list[_Fitted]:
         """Return the columns fitted to the training rows; with a base, those of the base and the values that
-        are new. num_own: the first rows, of data.path."""
+        are new. num_own: the first rows, of data.path. scratch: a folder for what the columns give."""
         data, fitted = self.data, list[_Fitted]()
-        train_B, valid_B = (pl.Series(part_B == part) for part in (TRAIN, VALID))
+        train_B, valid_B = pl.Series(part_B == TRAIN), part_B == VALID
         given = {} if self.base else _roles_given(rows.names, data, taken)
         before = {column.name: column for column in self.base[1].columns} if self.base else {}
-        names = [name for name in rows.names if (name in before if self.base else name not in taken)]
-        for number, name in enumerate(names):
-            progress("encode columns", number, len(names))
+
+        def fit(name: str, file: Path) -> _Fitted:
             cells = rows.column(name)
             train = cells.filter(train_B)
             if name in before:
@@ -197,17 +203,24 @@ class TableSource(Source):
                 if not why and column.role == "categorical" and train.dtype == pl.String:
                     why = remedy(name, train)
             one = _Fitted(column, why, _samples(train))
-            if column.role != "ignore":
-                newer = column.fitted(column.read(train), data)
-                column = column.extended(newer) if name in before else newer
-                held = cells.filter(valid_B)
-                held = held.gather_every(-(-len(held) // _UNSEEN_ROWS) or 1)
-                filled, unknown = column.unknown(*encoded([column], [held]))
-                one = replace(one, column=column.model_copy(update={"unseen": unknown / max(1, filled)}))
+            if column.role == "ignore":
+                return one
+            newer = column.fitted(column.read(train), data)
+            del train  # as large as the column
+            column, longest = column.extended(newer) if name in before else newer, 1
             if column.role == "bag":
                 lengths = items_of(cells, column.separator).list.len()
-                one = replace(one, longest=int(cast(int, lengths.max() or 0)))
-            fitted.append(one)
+                longest = int(cast(int, lengths.max() or 1))
+            inputs = _inputs(column, cells, min(longest, column.max_items), file)
+            if column.has_ids:
+                filled, unknown = filled_and_unknown(inputs[-1][valid_B])
+                column = column.model_copy(update={"unseen": unknown / max(1, filled)})
+            return replace(one, column=column, longest=longest, inputs=inputs)
+
+        names = [name for name in rows.names if (name in before if self.base else name not in taken)]
+        for number, name in enumerate(names):
+            progress("encode columns", number, len(names))
+            fitted.append(fit(name, scratch / f"column-{number}"))
         progress("encode columns", len(names), len(names))
         return fitted
 
@@ -225,20 +238,12 @@ class TableSource(Source):
         sizes: dict[str, object] = {part: len(numbers) for part, numbers in parts.items()}
         if label.task == "binary":
             sizes["train_label_rate"] = float(arrays["labels_B"][parts["train_rows"]].mean())
-        num_bags = len(encoder.bags)
-        longest = max(min(one.longest, one.column.max_items) for one in fitted)
-        shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-            "ids_BF": ((len(rows), len(encoder.id_columns) - num_bags), np.dtype(np.int32)),
-            "dense_BN": ((len(rows), len(encoder.dense)), np.dtype(np.float32)),
-        }
-        if num_bags:
-            shapes["bags_BFL"] = ((len(rows), num_bags, longest), np.dtype(np.int32))
         info: dict[str, object] = {
             "columns": encoder.id_columns,
             "num_ids": [column["num_ids"] for column in encoder.id_columns],
             "num_dense": len(encoder.dense),
             "flags": [position for position, (_, is_flag) in enumerate(encoder.dense) if is_flag],
-            "num_bags": num_bags,
+            "num_bags": len(encoder.bags),
             "inputs": encoder.names,
             "outputs": label.columns,
             **label.facts(),
@@ -250,16 +255,15 @@ class TableSource(Source):
             "weight": self.data.weight,
         }
 
+        inputs: dict[str, Any] = encoder.arrays([one.inputs for one in _used(fitted)], len(rows))
         return Content(
-            arrays | parts,
+            inputs | arrays | parts,
             info,
             _description(self.data, rows, fitted, encoder, split_text, sizes),
-            (*shapes, *arrays),
+            (*inputs, *arrays),
             extra,
             rows.rejected,
             lambda folder: encoder.save(folder / "encoder"),
-            shapes,
-            partial(_blocks, rows, encoder, None, longest),
         )
 
 
@@ -330,17 +334,32 @@ def _weights(rows: Rows, name: str) -> Array:
     return weights_B
 
 
-def _blocks(
-    rows: Rows, encoder: Encoder, labels_B: Array | None = None, longest: int = 1
-) -> Iterator[dict[str, Array]]:
-    """Yield the encoded arrays of each chunk of rows, with their labels if they are given."""
+def _used(fitted: Sequence[_Fitted]) -> list[_Fitted]:
+    """Return the columns that a model gets, in the order of the arrays."""
+    used = [one for one in fitted if one.column.role != "ignore"]
+    return sorted(used, key=lambda one: one.column.order)
+
+
+def _inputs(column: Column, cells: pl.Series, width: int, file: Path) -> list[Array]:
+    """Return the inputs that all cells of a column give, in files whose names begin with `file`'s: memory
+    holds one column at a time, and each cell is encoded once. width: of a bag's array."""
+    blocks, found = list[list[Array]](), list[Array]()
+    for start in range(0, len(cells), _BLOCK):
+        inputs = column.inputs(*encoded([column], [cells[start : start + _BLOCK]]))
+        blocks.append([padded(array, width) if array.ndim == 2 else array for array in inputs])
+    for number, parts in enumerate(zip(*blocks, strict=True)):
+        array, path = np.concatenate(parts), Path(f"{file}-{number}")
+        path.write_bytes(array.data)
+        found.append(np.memmap(path, array.dtype, "r", shape=array.shape))
+    return found
+
+
+def _earlier_blocks(rows: Rows, encoder: Encoder, labels_B: Array) -> Iterator[dict[str, Array]]:
+    """Yield the arrays of each chunk of rows in the encoding of an earlier table, and their labels."""
     start = 0
     for chunk in rows.chunks(encoder.names):
-        arrays = encoder.encode(chunk, longest=longest)
-        if labels_B is not None:
-            arrays["labels_B"] = labels_B[start : start + len(chunk)]
+        yield encoder.encode(chunk) | {"labels_B": labels_B[start : start + len(chunk)]}
         start += len(chunk)
-        yield arrays
 
 
 def _with_columns(rows: Rows, encoder: Encoder, taken: Mapping[str, str], data: TableDataConfig) -> Rows:

@@ -21,7 +21,7 @@ _FEW_DISTINCT = 0.1
 """With a smaller share of different rows, equal rows are not taken for the same rows."""
 
 
-TRAIN, VALID, TEST = range(3)
+TRAIN, VALID, TEST = range(3)  # a mask of the validation rows among training ones is their part
 
 
 def split_rows(
@@ -38,12 +38,12 @@ def split_rows(
     if data.valid_path is not None:
         text = f"validation split: the rows of {data.valid_path}"
     elif column is None:
-        part_B[open_B] = VALID * _random(seed, classes_B[open_B].astype(np.int64), data.valid_fraction)
+        part_B[open_B] = _random(seed, classes_B[open_B], data.valid_fraction)
         text = f"validation split: rows at random, by train.seed={seed}"
     else:
         own = column.filter(pl.Series(open_B))
         held_B, text = _latest(data, own) if data.split == "time" else _keys(data, seed, own)
-        part_B[open_B] = VALID * held_B
+        part_B[open_B] = held_B
     if data.test_path is not None:
         text += f"; test part: the rows of {data.test_path}"
     for part, what in ((VALID, "no row is"), (TRAIN, "all rows are")):
@@ -62,7 +62,7 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     more, and none of a class with a single row. Blocks save the memory of a permutation of all rows."""
     held_B = np.zeros(len(classes_B), bool)
     for number, start in enumerate(range(0, len(classes_B), _BLOCK)):
-        block_B = classes_B[start : start + _BLOCK]
+        block_B = classes_B[start : start + _BLOCK].astype(np.int64)
         # A generator per block, so that the choice in a block does not depend on the number of blocks.
         order_B = np.random.default_rng([seed, number]).permutation(len(block_B))
         order_B = order_B[np.argsort(block_B[order_B], kind="stable")]

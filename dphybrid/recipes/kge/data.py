@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.config.tables import DelimitedFiles, RowFiles
-from dphybrid.data.batches import Array, ArrayDataset, Dataset, DrawnDataset, Draws, lists_of
+from dphybrid.data.batches import Array, ArrayDataset, Dataset, DrawnDataset, Draws
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source
 from dphybrid.data.table.files import (
@@ -31,6 +31,7 @@ from dphybrid.data.table.files import (
 from dphybrid.data.table.splits import random_rows
 from dphybrid.data.table.values import Form, as_names
 from dphybrid.recipes.kge import KgeDataConfig
+from dphybrid.recipes.lists import lists_of
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path, no_such_file
 

@@ -16,7 +16,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from dphybrid.data.batches import Array, Dataset, lists_of
+from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import Content, Prepared, Progress, Source
 from dphybrid.data.table.files import (
@@ -31,6 +31,7 @@ from dphybrid.data.table.files import (
 from dphybrid.data.table.kinds import form_as
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, latest_rows, random_rows
 from dphybrid.data.table.values import Form, as_names, in_time, with_gaps
+from dphybrid.recipes.lists import lists_of
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import histories
 from dphybrid.util.errors import UserError, counted

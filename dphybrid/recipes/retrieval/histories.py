@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.data.batches import Array, Dataset, DrawnDataset, Draws, lists_of
+from dphybrid.data.batches import Array, Dataset, DrawnDataset, Draws
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.lists import lists_of
 from dphybrid.recipes.retrieval import RetrievalModelConfig
 from dphybrid.recipes.retrieval.ranking import rank_held
 from dphybrid.training.optimizers import make_dense_optimizer

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.data.batches import Array, lists_of
+from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread
 from dphybrid.data.table.files import Rows, find_files
 from dphybrid.data.table.frames import (
@@ -32,6 +32,7 @@ from dphybrid.data.table.frames import (
 from dphybrid.data.table.values import Form, as_names, in_time, typed
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.lists import lists_of
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.data import HeldDataset, part_lists
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
