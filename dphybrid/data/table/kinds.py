@@ -204,7 +204,7 @@ class Column(Section):
     def _codes(self) -> pl.Expr:
         """Expression for the places of texts, in a frame's column of its name, among the learned ones; -1 for
         others. Cached, as the time to give polars an Enum grows with the number of its texts."""
-        codes = by_name(self.name).cast(pl.Enum(self.learned), strict=False).to_physical()
+        codes = by_name(self.name).cast(pl.String).cast(pl.Enum(self.learned), strict=False).to_physical()
         return codes.cast(pl.Int32).fill_null(-1)
 
     @cached_property
@@ -249,15 +249,13 @@ def encoded(
     """
     together = defaultdict[Any, list[int]](list)
     for number, (column, series) in enumerate(zip(columns, cells, strict=True)):
-        if is_odd(series.dtype) or (series.dtype.is_nested() and column.role != "bag"):
-            had = "lists" if column.role == "bag" else "single values"
-            raise UserError(
-                f"column {column.name!r} holds {series.dtype}, but training had {had}; write those"
-            )
+        dtype, is_bag = series.dtype, column.role == "bag"
+        if dtype != pl.String and (is_odd(dtype) or (dtype.is_nested() and not is_bag)):
+            had = "lists" if is_bag else "single values"
+            raise UserError(f"column {column.name!r} holds {dtype}, but training had {had}; write those")
         # Each column has categories of its own, and decides for itself whether floats are whole.
-        alone = column.role == "bag" or series.dtype in (pl.Categorical, pl.Enum)
-        alone |= series.dtype != pl.String and column.form.type == "text"
-        together[series.dtype, column.form, column.role, number if alone else None].append(number)
+        own = dtype != pl.String and (dtype in (pl.Categorical, pl.Enum) or column.form.type == "text")
+        together[dtype, column.form, column.role, number if is_bag or own else None].append(number)
     read = dict[int, tuple[Array, pl.Series, list[Array]]]()
     for numbers in together.values():
         column, size = columns[numbers[0]], len(cells[numbers[0]])
@@ -268,11 +266,9 @@ def encoded(
         parts, missing = column.numbers(values), joined.is_null().to_numpy()
         for place, number in enumerate(numbers):
             rows = slice(place * size, (place + 1) * size)
-            read[number] = missing[rows], values[rows], [part[rows] for part in parts]
+            read[number] = missing[rows], values.slice(place * size, size), [part[rows] for part in parts]
     texts = {n: c for n, c in enumerate(columns) if c.role == "categorical"}
-    frame = pl.DataFrame(
-        [read[number][1].cast(pl.String).alias(column.name) for number, column in texts.items()]
-    )
+    frame = pl.DataFrame([read[number][1].alias(column.name) for number, column in texts.items()])
     places = dict(zip(texts, frame.select(c._codes for c in texts.values()), strict=True))
     found = []
     for number, column in enumerate(columns):
