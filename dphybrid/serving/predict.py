@@ -182,9 +182,8 @@ class Predictor:
 
         keep: columns of the input to write as well, as text. threshold: for a binary label, the probability
         from which on a row's `prediction` is the positive class; None: the one that the model was trained
-        with, and without one write only probabilities. values: of
-        the config's data section, if the new files have another format (header, delimiter, max_rejected,
-        ...).
+        with, and without one write only probabilities. values: of the config's data section, if the new files
+        have another format (header, delimiter, max_rejected, ...).
 
         Raises UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be
         read; nothing is left at `out` then.

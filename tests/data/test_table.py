@@ -225,3 +225,31 @@ def test_a_whole_number_has_a_row_and_its_number(tmp_path: Path) -> None:
     grown = Encoder.load(table_of(tmp_path, more, base=str(prepared.path)).path / "encoder")
     assert grown.columns[0].learned.to_list() == [*encoder.columns[0].learned.to_list(), "-5"]
     assert old_rows(encoder, grown).tolist()[:303] == [*range(302), 1]
+
+
+def test_prepared_arrays_are_those_of_the_encoder_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of rows are smaller than the table, and cut it elsewhere than bags are longest."""
+    monkeypatch.setattr("dphybrid.data.table.source._BLOCK", 7)
+    monkeypatch.setattr("dphybrid.data.table.labels._BLOCK", 6)
+    monkeypatch.setattr("dphybrid.data.store._BLOCK_ROWS", 5)
+    random = np.random.default_rng(0)
+    tags = [["a"] * int(length) for length in random.integers(0, 4, 60)]
+    frame = pl.DataFrame(
+        {
+            "price": [None if row % 9 == 4 else row / 7 for row in range(60)],
+            "shop_id": random.integers(1, 9, 60),
+            "day": [date(2026, 1, 1) + timedelta(int(row)) for row in random.permutation(60)],
+            "short": [items[:1] for items in tags],
+            "long": [items * 3 for items in tags],
+            "y": [f"c{row % 3}" for row in range(60)],
+        }
+    )
+    frame.write_parquet(tmp_path / "x.parquet")
+    prepared = from_file(tmp_path / "x.parquet", min_count=1, max_items=8)
+    wanted = Encoder.load(prepared.path / "encoder").encode(frame)
+    for name, array in wanted.items():
+        assert np.array_equal(prepared.arrays[name], array), name
+    assert wanted["bags_BFL"].shape == (60, 2, 8)
+    assert prepared.arrays["labels_B"].tolist() == [row % 3 for row in range(60)]
