@@ -231,8 +231,8 @@ def test_prepared_arrays_are_those_of_the_encoder_block_by_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of rows are smaller than the table, and cut it elsewhere than bags are longest."""
-    monkeypatch.setattr("dphybrid.data.table.source._BLOCK", 7)
-    monkeypatch.setattr("dphybrid.data.table.labels._BLOCK", 6)
+    monkeypatch.setattr("dphybrid.data.table.source.BLOCK", 7)
+    monkeypatch.setattr("dphybrid.data.table.labels.BLOCK", 6)
     monkeypatch.setattr("dphybrid.data.store._BLOCK_ROWS", 5)
     random = np.random.default_rng(0)
     tags = [["a"] * int(length) for length in random.integers(0, 4, 60)]

@@ -17,7 +17,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.kinds import form_as, none_of
 from dphybrid.data.table.numbers import mean_and_std
-from dphybrid.data.table.values import Form, type_of, typed, with_gaps
+from dphybrid.data.table.values import BLOCK, Form, type_of, typed, with_gaps
 from dphybrid.util.errors import UserError
 
 _POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
@@ -27,8 +27,6 @@ _FEW_NUMBERS = 20
 """Maximum number of different whole numbers that are taken for classes."""
 _FEW_OTHERS = 0.05
 """Largest share of other texts among numbers that is taken for mistakes."""
-_BLOCK = 2**20
-"""Cells that are read at a time, to limit memory."""
 _SMALL_NUMBER = 99
 """Largest absolute value of whole numbers that are taken for classes."""
 
@@ -87,7 +85,7 @@ class Label(Section):
     def read(self, cells: pl.Series, no_value: Sequence[str] | None = None) -> Array:
         """Return the numbers, or the numbers of the classes (B,), of cells of any container; nan for no
         value. Raises UserError that names a cell that is neither."""
-        blocks = (block.to_series() for block in cells.to_frame().iter_slices(_BLOCK))
+        blocks = (block.to_series() for block in cells.to_frame().iter_slices(BLOCK))
         return np.concatenate([np.empty(0), *(self._read(block, no_value) for block in blocks)])
 
     def _read(self, cells: pl.Series, no_value: Sequence[str] | None) -> Array:

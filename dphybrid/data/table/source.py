@@ -23,14 +23,12 @@ from dphybrid.data.table.kinds import Column, column_of, encoded, filled_and_unk
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
-from dphybrid.data.table.values import items_of, type_of
+from dphybrid.data.table.values import BLOCK, items_of, type_of
 from dphybrid.util.errors import UserError, counted, suggestion
 from dphybrid.util.files import given_path
 from dphybrid.util.text import aligned
 
 _PARTS = {"train": TRAIN, "valid": VALID, "test": TEST}
-_BLOCK = 2**20
-"""Cells of a column that are encoded at a time."""
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
 
@@ -344,8 +342,8 @@ def _inputs(column: Column, cells: pl.Series, width: int, file: Path) -> list[Ar
     """Return the inputs that all cells of a column give, in files whose names begin with `file`'s: memory
     holds one column at a time, and each cell is encoded once. width: of a bag's array."""
     blocks, found = list[list[Array]](), list[Array]()
-    for start in range(0, len(cells), _BLOCK):
-        inputs = column.inputs(*encoded([column], [cells[start : start + _BLOCK]]))
+    for start in range(0, len(cells), BLOCK):
+        inputs = column.inputs(*encoded([column], [cells[start : start + BLOCK]]))
         blocks.append([padded(array, width) if array.ndim == 2 else array for array in inputs])
     for number, parts in enumerate(zip(*blocks, strict=True)):
         array, path = np.concatenate(parts), Path(f"{file}-{number}")

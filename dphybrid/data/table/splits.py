@@ -12,11 +12,9 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import Prepared
 from dphybrid.data.table.encoder import padded
 from dphybrid.data.table.kinds import form_as
-from dphybrid.data.table.values import Form, as_names, in_time
+from dphybrid.data.table.values import BLOCK, Form, as_names, in_time
 from dphybrid.util.errors import UserError, counted
 
-_BLOCK = 2**20
-"""Rows that are split or compared at a time, to limit memory."""
 _FEW_DISTINCT = 0.1
 """With a smaller share of different rows, equal rows are not taken for the same rows."""
 
@@ -61,8 +59,8 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     """Hold out the same share of every class in every block of rows: at least one row of a class with two or
     more, and none of a class with a single row. Blocks save the memory of a permutation of all rows."""
     held_B = np.zeros(len(classes_B), bool)
-    for number, start in enumerate(range(0, len(classes_B), _BLOCK)):
-        block_B = classes_B[start : start + _BLOCK].astype(np.int64)
+    for number, start in enumerate(range(0, len(classes_B), BLOCK)):
+        block_B = classes_B[start : start + BLOCK].astype(np.int64)
         # A generator per block, so that the choice in a block does not depend on the number of blocks.
         order_B = np.random.default_rng([seed, number]).permutation(len(block_B))
         order_B = order_B[np.argsort(block_B[order_B], kind="stable")]
@@ -196,6 +194,6 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
 def _stored_keys(base: Prepared, part: str, max_items: int) -> Array:
     """Return the keys of some rows of the base. part: the array with their numbers."""
     arrays, rows_B = base.arrays, base.arrays[part]
-    names, starts = base.manifest.batch_arrays, range(0, len(rows_B), _BLOCK)
-    blocks = ({name: arrays[name][rows_B[start : start + _BLOCK]] for name in names} for start in starts)
+    names, starts = base.manifest.batch_arrays, range(0, len(rows_B), BLOCK)
+    blocks = ({name: arrays[name][rows_B[start : start + BLOCK]] for name in names} for start in starts)
     return _row_keys(blocks, max_items)

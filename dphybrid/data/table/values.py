@@ -15,6 +15,8 @@ from dphybrid.util.errors import UserError
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Fills up the positions behind the last item of a bag."""
+BLOCK = 2**20
+"""Cells of a column that are read, split or encoded at a time, to limit memory."""
 EXACT = 2**53
 """Floats hold whole numbers exactly up to here."""
 _FLAGS = {"true": "true", "1": "true", "1.0": "true", "t": "true"}
