@@ -253,3 +253,14 @@ def test_prepared_arrays_are_those_of_the_encoder_block_by_block(
         assert np.array_equal(prepared.arrays[name], array), name
     assert wanted["bags_BFL"].shape == (60, 2, 8)
     assert prepared.arrays["labels_B"].tolist() == [row % 3 for row in range(60)]
+
+
+def test_values_that_are_no_numbers_are_counted_among_the_held_out_rows(tmp_path: Path) -> None:
+    prices = ["oops" if row % 150 == 7 else str(row / 8) for row in range(3000)]
+    rows = {"price": prices, "y": [str(row % 2) for row in range(3000)]}
+    prepared = table_of(tmp_path, rows, numeric=["price"], max_rejected=0.05)
+    valid = [prices[row] for row in prepared.arrays["valid_rows"]]
+    share = valid.count("oops") / len(valid)
+    assert share > 0
+    assert Encoder.load(prepared.path / "encoder").columns[0].unseen == share
+    assert f"price {share:.1%}" in prepared.describe()

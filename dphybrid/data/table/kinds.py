@@ -152,7 +152,7 @@ class Column(Section):
         if not self.has_ids:
             filled = int((~found.missing).sum())
             return filled, filled - found.values.count()
-        return filled_and_unknown(found.ids)
+        return int((found.ids > MISSING_ID).sum()), int((found.ids == UNKNOWN_ID).sum())
 
     def numbers(self, values: pl.Series) -> list[Array]:
         """Return the numbers (B,) that the values give, nan for no value."""
@@ -282,11 +282,6 @@ def encoded(
             ids = column.ids(places[number].to_numpy(), missing)
         found.append(Encoded(missing, values, parts, ids))
     return found
-
-
-def filled_and_unknown(ids: Array) -> tuple[int, int]:
-    """Return how many ids are of values, and how many of these training does not know."""
-    return int((ids > MISSING_ID).sum()), int((ids == UNKNOWN_ID).sum())
 
 
 def sample_of(cells: pl.Series) -> pl.Series:

@@ -19,7 +19,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import PARTS, Content, Prepared, Progress, Source, reading_files
 from dphybrid.data.table.encoder import Encoder, open_base, padded
 from dphybrid.data.table.files import Rows, find_parts, folder_values, names_of, read_rows
-from dphybrid.data.table.kinds import Column, column_of, encoded, filled_and_unknown
+from dphybrid.data.table.kinds import Column, column_of, encoded
 from dphybrid.data.table.labels import Label, label_of
 from dphybrid.data.table.notes import remedy
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, extended_split, key_texts, split_rows
@@ -29,6 +29,8 @@ from dphybrid.util.files import given_path
 from dphybrid.util.text import aligned
 
 _PARTS = {"train": TRAIN, "valid": VALID, "test": TEST}
+_UNSEEN_ROWS = 2**16
+"""Maximum number of validation rows, evenly spaced, among which unknown values are counted."""
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
 
@@ -140,7 +142,7 @@ class TableSource(Source):
             label = label.fitted(answers_B, weights_B, part_B == TRAIN)
         arrays = {"labels_B": label.encoded(answers_B)}
         arrays |= {} if weights_B is None else {"weights_B": weights_B}
-        del answers_B, classes_B, weights_B  # each as large as a column
+        del answers_B, classes_B, weights_B, column  # each as large as a column
         fitted = self._fitted(rows, taken, num_own, part_B, progress, scratch)
         encoder = Encoder(tuple(one.column for one in _used(fitted)), label)
         if not encoder.columns:
@@ -185,7 +187,7 @@ class TableSource(Source):
         """Return the columns fitted to the training rows; with a base, those of the base and the values that
         are new. num_own: the first rows, of data.path. scratch: a folder for what the columns give."""
         data, fitted = self.data, list[_Fitted]()
-        train_B, valid_B = pl.Series(part_B == TRAIN), part_B == VALID
+        train_B, valid_B = (pl.Series(part_B == part) for part in (TRAIN, VALID))
         given = {} if self.base else _roles_given(rows.names, data, taken)
         before = {column.name: column for column in self.base[1].columns} if self.base else {}
 
@@ -209,10 +211,11 @@ class TableSource(Source):
             if column.role == "bag":
                 lengths = items_of(cells, column.separator).list.len()
                 longest = int(cast(int, lengths.max() or 1))
+            held = cells.filter(valid_B)
+            held = held.gather_every(-(-len(held) // _UNSEEN_ROWS) or 1)
+            filled, unknown = column.unknown(*encoded([column], [held]))
+            column = column.model_copy(update={"unseen": unknown / max(1, filled)})
             inputs = _inputs(column, cells, min(longest, column.max_items), file)
-            if column.has_ids:
-                filled, unknown = filled_and_unknown(inputs[-1][valid_B])
-                column = column.model_copy(update={"unseen": unknown / max(1, filled)})
             return replace(one, column=column, longest=longest, inputs=inputs)
 
         names = [name for name in rows.names if (name in before if self.base else name not in taken)]
