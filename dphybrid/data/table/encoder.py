@@ -118,8 +118,9 @@ class Encoder:
         """Return the arrays of rows. inputs: `Column.inputs` of each column."""
         dense, ids, bags = list[Array](), list[Array](), list[Array]()
         for column, given in zip(self.columns, inputs, strict=True):
-            dense += given[: column.num_dense]
-            (bags if column.role == "bag" else ids).extend(given[column.num_dense :])
+            num = column.num_dense
+            dense += given[:num]
+            (bags if column.role == "bag" else ids).extend(given[num:])
         ids = ids or [np.zeros(num_rows, np.int32)] * (not bags)
         found = {"ids_BF": SideBySide(ids, num_rows, np.int32)}
         found["dense_BN"] = SideBySide(dense, num_rows, np.float32)

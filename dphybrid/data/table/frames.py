@@ -61,7 +61,9 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if isinstance(data, Mapping):
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
     except ImportError as error:
-        raise UserError(f"{where}: pandas frames are read by pyarrow: pip install pyarrow") from error
+        raise UserError(
+            f"{where}: pandas frames are read by pyarrow ({error}): pip install pyarrow"
+        ) from error
     except (pl.exceptions.PolarsError, ArithmeticError, NotImplementedError, TypeError, ValueError) as error:
         # Of pyarrow, with the column as its second argument.
         raise UserError(f"{where}: {'; '.join(map(str, error.args))}") from error

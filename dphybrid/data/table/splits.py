@@ -19,7 +19,7 @@ _FEW_DISTINCT = 0.1
 """With a smaller share of different rows, equal rows are not taken for the same rows."""
 
 
-TRAIN, VALID, TEST = range(3)  # a mask of the validation rows among training ones is their part
+TRAIN, VALID, TEST = range(3)
 
 
 def split_rows(
@@ -36,12 +36,12 @@ def split_rows(
     if data.valid_path is not None:
         text = f"validation split: the rows of {data.valid_path}"
     elif column is None:
-        part_B[open_B] = _random(seed, classes_B[open_B], data.valid_fraction)
+        part_B[open_B] = VALID * _random(seed, classes_B[open_B], data.valid_fraction)
         text = f"validation split: rows at random, by train.seed={seed}"
     else:
         own = column.filter(pl.Series(open_B))
         held_B, text = _latest(data, own) if data.split == "time" else _keys(data, seed, own)
-        part_B[open_B] = held_B
+        part_B[open_B] = VALID * held_B
     if data.test_path is not None:
         text += f"; test part: the rows of {data.test_path}"
     for part, what in ((VALID, "no row is"), (TRAIN, "all rows are")):
